@@ -1,0 +1,57 @@
+# Two commands from a bare machine: `make quickstart` and `make test`. `make help` lists the rest.
+VENV   := .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+SEED   ?= 0
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help quickstart test test-slow check format smollm2 tiny bench system clean
+.DEFAULT_GOAL := help
+
+help: ## list the commands
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(VENV)/installed ## install and train a tiny language model in minutes (SEED=7 takes another seed)
+	$(BIN)/drumroll train recipes/quickstart/recipe.yaml seed=$(SEED) --overwrite
+
+test: system $(VENV)/installed-dev check ## install what tests need, then check and test
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: system $(VENV)/installed-dev ## the long tests
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/installed-dev ## lint and type-check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+format: $(VENV)/installed-dev ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+smollm2: $(VENV)/installed-dev ## bring SmolLM2-135M-Instruct into the cache as a Hugging Face directory
+	$(BIN)/python -m drumroll.models.smollm2
+
+tiny: $(VENV)/installed ## make the built-in tiny model anew
+	$(BIN)/drumroll train recipes/tiny-weak/recipe.yaml --overwrite
+	$(BIN)/python -m drumroll.models.tiny runs/tiny-weak/model
+
+bench: $(VENV)/installed ## measure; one JSON object a line
+	$(BIN)/python benchmarks/step.py
+
+system: ## system packages of the tests (Debian: chromium), where they are missing
+	@command -v chromium >/dev/null || ./tools/system-packages chromium
+
+$(VENV)/bin/python:
+	@$(PYTHON) -m venv $(VENV) || { ./tools/system-packages python3-venv && $(PYTHON) -m venv --clear $(VENV); }
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+clean: ## remove the virtual environment and caches (runs stay)
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

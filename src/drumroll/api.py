@@ -1,0 +1,104 @@
+"""Training and evaluating from Python, with the same power as the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from drumroll import controller
+from drumroll.cluster.workers import open_workers
+from drumroll.config import AnyConfig, RLConfig, load
+from drumroll.errors import ConfigError
+from drumroll.observe.progress import Progress, Quiet
+from drumroll.pipelines import sft
+from drumroll.session import Session
+from drumroll.stages import open_evaluator
+from drumroll.store.run import CONFIG, Run
+
+Recipe = AnyConfig | Mapping[str, Any] | str | Path
+T = TypeVar("T")
+
+
+def train(
+    recipe: Recipe | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Run:
+    """Train by a recipe (a file, a mapping or a config), or continue the run in the directory `resume`."""
+    if resume is not None:
+        existing = Run.open(resume)
+        run = Run(existing.path, load(existing.path / CONFIG, overrides).config)
+    elif recipe is None:
+        raise ConfigError("nothing to train: give a recipe, or resume=RUN.")
+    else:
+        run = Run.create(_config(recipe, overrides), overwrite=overwrite)
+    _await(_train(run, progress or Quiet(), resume=resume is not None))
+    return run
+
+
+async def _train(run: Run, progress: Progress, *, resume: bool) -> None:
+    config = run.config
+    try:
+        workers = open_workers(config)
+        try:
+            session = Session(run, workers, open_evaluator(config, workers), progress, resume=resume)
+            loop = controller.train(session, config) if isinstance(config, RLConfig) else sft.train(session, config)
+            await session.drive(loop)
+        finally:
+            await workers.close()
+    finally:
+        progress.close()
+
+
+def evaluate(model: str | Path, recipe: Recipe, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """Measure a model, or the model of a run directory, on the recipe's held-out sets."""
+    path = Path(model)
+    if (path / CONFIG).exists():
+        path = Run.open(path).model_path
+    config = _config(recipe, [*overrides, f"model={path if path.exists() else model}", "roles.actor.model=null"])
+    if not config.eval.sets:
+        raise ConfigError("the recipe names no held-out sets: add some under eval.sets.")
+    return _await(_evaluate(config))
+
+
+async def _evaluate(config: AnyConfig) -> dict[str, float]:
+    workers = open_workers(config)
+    try:
+        evaluator = open_evaluator(config, workers)
+        assert evaluator is not None
+        return (await evaluator.run(0))[0]
+    finally:
+        await workers.close()
+
+
+def _config(recipe: Recipe, overrides: Sequence[str]) -> AnyConfig:
+    return load(recipe.model_dump(mode="json") if isinstance(recipe, AnyConfig) else recipe, overrides).config
+
+
+def _await(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, also where an event loop is already running (notebooks)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(asyncio.run(work))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]

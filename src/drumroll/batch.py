@@ -1,0 +1,103 @@
+"""Groups of samples become packed tensors, and packed tensors become micro-batches.
+
+Traces stand end to end without padding. Everything per token is aligned with the token it speaks of: the
+log-prob at index i is that of token i, predicted from token i - 1. The first token of a trace is never trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drumroll.sample import Group, Owner
+
+
+@dataclass
+class Batch:
+    """`traces` rows of `tokens` in all; per-sample facts are indexed through `sample_of`."""
+
+    tokens: Tensor  # [tokens] int64
+    lengths: Tensor  # [traces] int64
+    mask: Tensor  # [tokens] bool: written by the policy, so trained
+    behaviour: Tensor  # [tokens] float32: log-prob when sampled
+    versions: Tensor  # [tokens] int64: weights that sampled it, -1 where nobody did
+    sample_of: Tensor  # [traces] int64: which sample a trace belongs to
+    group_of: Tensor  # [samples] int64: which group a sample belongs to
+    rewards: Tensor  # [samples] float32
+    old: Tensor | None = None  # [tokens] log-prob under the policy before this update
+    reference: Tensor | None = None  # [tokens] log-prob under the reference policy
+    advantages: Tensor | None = None  # [tokens]
+    weights: Tensor | None = None  # [tokens] share of each token in the loss; sums to 1 over a minibatch
+
+    @property
+    def num_traces(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.group_of)
+
+    def trace_of_token(self) -> Tensor:
+        """[tokens] the trace that each token belongs to."""
+        return torch.repeat_interleave(torch.arange(self.num_traces), self.lengths)
+
+    def sample_of_token(self) -> Tensor:
+        """[tokens] the sample that each token belongs to."""
+        return self.sample_of[self.trace_of_token()]
+
+    def policy_lengths(self) -> Tensor:
+        """[samples] number of trained tokens."""
+        counts = torch.zeros(self.num_samples, dtype=torch.int64)
+        return counts.index_add_(0, self.sample_of_token(), self.mask.to(torch.int64))
+
+    def with_(self, **changes: Tensor | None) -> Batch:
+        """A copy with some columns replaced."""
+        return dataclasses.replace(self, **changes)
+
+    def select(self, traces: Sequence[int]) -> Batch:
+        """The given traces, in the given order. Per-sample columns stay whole, so indices remain valid."""
+        starts = torch.cumsum(self.lengths, 0) - self.lengths
+        spans = [torch.arange(int(starts[t]), int(starts[t] + self.lengths[t])) for t in traces]
+        index = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+        per_token = {name: value[index] for name in PER_TOKEN if (value := getattr(self, name)) is not None}
+        rows = torch.tensor(list(traces), dtype=torch.int64)
+        return self.with_(lengths=self.lengths[rows], sample_of=self.sample_of[rows], **per_token)
+
+    def micro_batches(self, max_tokens: int) -> list[list[int]]:
+        """Trace indices in chunks of at most `max_tokens` tokens (a longer trace goes alone), longest first."""
+        order = sorted(range(self.num_traces), key=lambda t: -int(self.lengths[t]))
+        chunks: list[list[int]] = []
+        room = 0
+        for trace in order:
+            length = int(self.lengths[trace])
+            if length > room:
+                chunks.append([])
+                room = max(max_tokens, length)
+            chunks[-1].append(trace)
+            room -= length
+        return chunks
+
+
+PER_TOKEN = ("tokens", "mask", "behaviour", "versions", "old", "reference", "advantages", "weights")
+
+
+def pack(groups: Sequence[Group]) -> Batch:
+    """Pack the scored samples of groups, in the order given."""
+    samples = [(g, s) for g, group in enumerate(groups) for s in group.samples if s.reward is not None]
+    assert samples, "pack needs at least one scored sample"
+    traces = [(i, trace) for i, (_, sample) in enumerate(samples) for trace in sample.traces]
+    assert all(trace.owners[0] is not Owner.POLICY for _, trace in traces), "a trace starts with a prompt token"
+    return Batch(
+        tokens=torch.tensor([t for _, trace in traces for t in trace.tokens], dtype=torch.int64),
+        lengths=torch.tensor([len(trace.tokens) for _, trace in traces], dtype=torch.int64),
+        mask=torch.tensor([o is Owner.POLICY for _, trace in traces for o in trace.owners], dtype=torch.bool),
+        behaviour=torch.tensor([p for _, trace in traces for p in trace.logprobs], dtype=torch.float32),
+        versions=torch.tensor([v for _, trace in traces for v in trace.versions], dtype=torch.int64),
+        sample_of=torch.tensor([i for i, _ in traces], dtype=torch.int64),
+        group_of=torch.tensor([g for g, _ in samples], dtype=torch.int64),
+        rewards=torch.tensor([s.reward for _, s in samples], dtype=torch.float32),
+    )

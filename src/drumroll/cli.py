@@ -1,0 +1,194 @@
+"""The command line. Each verb imports what it needs when it runs, so that help and dry runs answer at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from typing_extensions import override
+
+from drumroll import __version__
+from drumroll.errors import DrumrollError, Interrupted, did_you_mean
+
+
+class Verbs(click.Group):
+    """Shows a user's mistakes as one sentence and exit code 2, and suggests the verb that was meant."""
+
+    @override
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            hint = did_you_mean(args[0], self.list_commands(ctx))
+            raise click.UsageError(error.message + hint, ctx) from None
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version")
+def cli() -> None:
+    """Train language models by reinforcement learning, on a laptop or a cluster.
+
+    \b
+    drumroll train recipes/quickstart/recipe.yaml
+    drumroll train recipe.yaml optim.lr=1e-5 seed=7
+    drumroll explain optim.lr
+    """
+
+
+@cli.command()
+@click.argument("recipe", required=False)
+@click.argument("overrides", nargs=-1)
+@click.option("--resume", metavar="RUN", help="Continue the run in this directory from its last checkpoint.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing run of the same name.")
+@click.option("--dry-run", is_flag=True, help="Show the resolved config and the batch arithmetic; train nothing.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+def train(
+    recipe: str | None, overrides: tuple[str, ...], resume: str | None, overwrite: bool, dry_run: bool, quiet: bool
+) -> None:
+    """Train by a RECIPE (YAML), with OVERRIDES like optim.lr=1e-5."""
+    if resume is not None and recipe is not None:
+        overrides, recipe = (recipe, *overrides), None
+        if "=" not in overrides[0]:
+            raise DrumrollError(
+                f"--resume takes its config from the run directory; '{overrides[0]}' is not an override like steps=200."
+            )
+    if recipe is None and resume is None:
+        raise DrumrollError("nothing to train: name a recipe, for example recipes/quickstart/recipe.yaml, or --resume RUN.")
+    from drumroll.config import load
+
+    if resume is not None and not (Path(resume) / "config.yaml").exists():
+        raise DrumrollError(f"cannot resume {resume}: it is not a run directory (it has no config.yaml).")
+    loaded = load(recipe if recipe is not None else Path(str(resume)) / "config.yaml", overrides)
+    if dry_run:
+        _show_dry_run(loaded.config)
+        return
+    from rich.console import Console
+
+    from drumroll.api import train as start
+    from drumroll.observe.progress import Quiet, for_console
+
+    progress = Quiet() if quiet else for_console(loaded.config, Console())
+    start(recipe, overrides, resume=resume, overwrite=overwrite, progress=progress)
+
+
+def _show_dry_run(config: Any) -> None:
+    from drumroll.config import dump
+    from drumroll.config.explain import arithmetic
+
+    click.echo(dump(config))
+    for line in arithmetic(config):
+        click.echo(f"# {line}")
+
+
+@cli.command("eval")
+@click.argument("model")
+@click.argument("recipe", required=False)
+@click.argument("overrides", nargs=-1)
+def evaluate(model: str, recipe: str | None, overrides: tuple[str, ...]) -> None:
+    """Measure a MODEL, or the model of a RUN directory, on a recipe's held-out sets (default: the run's own)."""
+    if recipe is not None and "=" in recipe and not Path(recipe).exists():
+        overrides, recipe = (recipe, *overrides), None
+    if recipe is None:
+        recipe = str(Path(model) / "config.yaml")
+        if not Path(recipe).exists():
+            raise DrumrollError(
+                f"{model} is not a run directory, so name a recipe with held-out sets: drumroll eval {model} recipe.yaml"
+            )
+    from drumroll.api import evaluate as measure
+
+    for name, value in measure(model, recipe, overrides).items():
+        click.echo(f"{name:<40} {value:.4f}")
+
+
+@cli.command()
+@click.argument("key", required=False)
+@click.argument("recipe", required=False)
+@click.argument("overrides", nargs=-1)
+@click.option("--pipeline", default="rl", show_default=True, help="Whose keys to explain without a recipe.")
+def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pipeline: str) -> None:
+    """Say what a config KEY means, its default and, with a RECIPE, its value and where it is set."""
+    from drumroll.config import load
+    from drumroll.config.experiment import BY_PIPELINE
+    from drumroll.config.explain import all_keys
+    from drumroll.config.explain import explain as describe
+    from drumroll.errors import ConfigError
+
+    if pipeline not in BY_PIPELINE:
+        raise ConfigError(
+            f"--pipeline {pipeline} is not known; choose one of {', '.join(BY_PIPELINE)}.{did_you_mean(pipeline, BY_PIPELINE)}"
+        )
+    if key is None:
+        for name, field in all_keys(BY_PIPELINE[pipeline]):
+            click.echo(f"{name:<32} {(field.description or '').splitlines()[0]}")
+        return
+    loaded = load(recipe, overrides) if recipe else None
+    click.echo(describe(key.partition("=")[0], loaded, pipeline))
+
+
+@cli.group()
+def run() -> None:
+    """Look at an existing run."""
+
+
+@run.command()
+@click.argument("run_path", metavar="RUN")
+def status(run_path: str) -> None:
+    """How far a run is, and its newest numbers."""
+    from drumroll.observe.progress import headline
+    from drumroll.store.run import Run
+
+    opened = Run.open(run_path)
+    lines, saved = opened.metrics, opened.checkpoints.steps()
+    step = int(lines[-1]["step"]) if lines else 0
+    state = "finished" if opened.summary else "unfinished"
+    click.echo(f"{opened.path}: {state}, step {step} of {opened.config.steps}, checkpoints at {saved or 'none'}")
+    for name, value in headline(lines[-1]) if lines else ():
+        click.echo(f"  {name:<32} {value}")
+
+
+@run.command()
+@click.argument("run_path", metavar="RUN")
+@click.option("--step", type=int, help="Only samples of this step. Default: the last one recorded.")
+@click.option("--kind", type=click.Choice(["train", "eval"]), default=None, help="Only training or evaluation samples.")
+@click.option("--domain", help="Only samples of this domain.")
+@click.option("--limit", default=20, show_default=True, help="How many to show.")
+def samples(run_path: str, step: int | None, kind: str | None, domain: str | None, limit: int) -> None:
+    """Show samples: prompt, completion, reward, stop reason, fate."""
+    from rich.console import Console
+
+    from drumroll.observe.samples import sample_table
+    from drumroll.store.run import Run
+
+    Console().print(sample_table(Run.open(run_path), step, kind, domain, limit))
+
+
+@run.command()
+@click.argument("run_path", metavar="RUN")
+def report(run_path: str) -> None:
+    """Write report.html anew and say where it is."""
+    from drumroll.observe.report import write_report
+    from drumroll.store.run import Run
+
+    click.echo(write_report(Run.open(run_path)))
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
+    try:
+        cli(standalone_mode=False)
+    except Interrupted as stopped:
+        click.echo(str(stopped), err=True)
+        sys.exit(130)
+    except DrumrollError as error:
+        click.echo(f"drumroll: {error}", err=True)
+        sys.exit(2)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("drumroll: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)

@@ -1,0 +1,49 @@
+"""`data`: where prompts come from and how they are mixed."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from drumroll.config.section import Section
+
+
+class DatasetConfig(Section):
+    """One source of rows."""
+
+    source: str
+    """A file (.jsonl, .json, .csv, .parquet), or `module:function` that yields rows: `function(split, seed, **args)`."""
+    args: dict[str, Any] = {}
+    """Arguments of a function source."""
+    split: str = "train"
+    """Passed to a function source, which must keep splits apart."""
+    domain: str | None = None
+    """Domain of every row. Default: the row's `domain` column, else the dataset's name in the config."""
+    prompt: str = "prompt"
+    """Column with the prompt: a text, or a list of chat messages (`messages` is tried too)."""
+    completion: str = "completion"
+    """Column with the answer to imitate; only supervised training reads it."""
+    system: str | None = None
+    """A system message put before every prompt (makes a text prompt a chat)."""
+    chat: bool | None = None
+    """Render text prompts as a user's chat turn. Default: yes when the tokenizer has a chat template."""
+    limit: int | None = Field(None, ge=1)
+    """Use at most this many rows; needed for endless function sources in evaluation."""
+
+
+class DataConfig(Section):
+    """Training rows."""
+
+    train: dict[str, DatasetConfig]
+    """Datasets by name."""
+    mixture: dict[str, float] | None = None
+    """Share of each dataset in the draws, by name; holds to within one prompt at any time. Default: equal shares."""
+    shuffle: bool = True
+    """Shuffle finite datasets anew in every epoch, by `seed`."""
+    epochs: float | None = Field(None, gt=0)
+    """Stop after so many passes over the largest finite dataset. Default: as many as `steps` takes."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longest prompt allowed, in tokens."""
+    overlong: Literal["drop", "truncate", "fail"] = "drop"
+    """What to do with a longer one: skip it, keep its last tokens, or stop. Counted in `data/overlong`."""

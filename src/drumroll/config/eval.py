@@ -1,0 +1,42 @@
+"""`eval`: held-out sets, measured while training."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from drumroll.config.data import DatasetConfig
+from drumroll.config.section import Section
+
+
+class EvalSetConfig(DatasetConfig):
+    """A held-out set with its own sampling."""
+
+    split: str = "held_out"
+    """Passed to a function source, which must keep splits apart."""
+    limit: int | None = Field(200, ge=1)
+    """Use at most this many rows."""
+    samples: int = Field(1, ge=1)
+    """k: completions per prompt; reports avg@k and pass@k."""
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    sampled: int = Field(0, ge=0)
+    """Besides, draw so many completions per prompt at temperature 1; reported as `eval/<set>/sampled`."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; evaluation only."""
+    top_k: int = Field(0, ge=0)
+    """Draw among the k likeliest tokens; 0 is all. Evaluation only."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest completion. Default: the rollout's."""
+
+
+class EvalConfig(Section):
+    """Evaluation while training; always at step 0 and at the end."""
+
+    every: int = Field(0, ge=0)
+    """Evaluate every so many steps; 0 only at the start and the end."""
+    sets: dict[str, EvalSetConfig] = {}
+    """Held-out sets by name."""
+    pass_threshold: float = 0.5
+    """A completion passes when its reward is above this; pass@k counts prompts with a passing completion."""
+    best_by: str | None = None
+    """Set whose avg decides the best checkpoint. Default: the mean over all sets."""

@@ -1,0 +1,140 @@
+"""The top of the config: one model per pipeline, and the checks that span sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, TypeAdapter, model_validator
+
+from drumroll.config.algorithm import AlgorithmConfig
+from drumroll.config.data import DataConfig
+from drumroll.config.eval import EvalConfig
+from drumroll.config.optim import OptimConfig
+from drumroll.config.reward import ALL_DOMAINS, RewardConfig, RewardSpec, normalise
+from drumroll.config.roles import RolesConfig
+from drumroll.config.rollout import RolloutConfig
+from drumroll.config.run import CheckpointConfig, TrackerConfig
+from drumroll.config.section import Section
+
+
+class RunConfig(Section):
+    """What every pipeline has."""
+
+    name: str = "run"
+    """Name of the run; its directory is `output`/`name`."""
+    output: str = "runs"
+    """Directory that holds run directories."""
+    model: str = "tiny"
+    """Model of all roles that name none: a built-in (tiny, tiny-random), a Hugging Face directory or hub id."""
+    roles: RolesConfig = RolesConfig()
+    """Each role with its own model, backend and device."""
+    data: DataConfig
+    """Training rows."""
+    reward: RewardSpec | dict[str, RewardSpec] = {}
+    """Scoring functions: one for all domains (`reward: exact`), or by domain (`reward: {sums: exact}`)."""
+    eval: EvalConfig = EvalConfig()
+    """Held-out sets."""
+    optim: OptimConfig = OptimConfig()
+    """The optimizer."""
+    steps: int = Field(100, ge=0)
+    """Training steps."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of everything random."""
+    deterministic: bool = False
+    """Same seed, same machine, same bytes; costs some speed."""
+    threads: int = Field(0, ge=0)
+    """CPU threads for torch; 0 takes one per core."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Resumable states."""
+    trackers: list[TrackerConfig] = []
+    """Where metrics go besides `metrics.jsonl`."""
+    import_from: list[str] = []
+    """Directories where `module:function` is looked up. The recipe's directory and the current one are added."""
+
+    @model_validator(mode="after")
+    def _mixture_names_datasets(self) -> Self:
+        mixture, datasets = self.data.mixture, self.data.train
+        if not datasets:
+            raise ValueError("data.train is empty: name at least one dataset")
+        if mixture is not None and set(mixture) != set(datasets):
+            raise ValueError(
+                f"data.mixture names {sorted(mixture)}, but data.train has {sorted(datasets)}; they must be the same"
+            )
+        if mixture is not None and (min(mixture.values()) < 0 or sum(mixture.values()) <= 0):
+            raise ValueError(f"data.mixture needs shares of at least 0 with a positive sum, got {mixture}")
+        best = self.eval.best_by
+        if best is not None and best not in self.eval.sets:
+            raise ValueError(f"eval.best_by is '{best}', but eval.sets has {sorted(self.eval.sets)}")
+        return self
+
+    def rewards(self) -> dict[str, list[RewardConfig]]:
+        """Scoring functions by domain; `*` stands for every domain not named."""
+        if isinstance(self.reward, dict):
+            return {domain: normalise(spec) for domain, spec in self.reward.items()}
+        return {ALL_DOMAINS: normalise(self.reward)}
+
+    def role_model(self, role: Literal["actor", "reference"]) -> str:
+        """The model a role plays with."""
+        return getattr(self.roles, role).model or self.model
+
+
+class RLConfig(RunConfig):
+    """Reinforcement learning: generate, score, train."""
+
+    pipeline: Literal["rl"] = "rl"
+    """`rl` trains on the model's own scored samples; `sft` imitates given answers."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Generation of training samples."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """How rewards become gradients."""
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        samples, mini = self.rollout.prompts * self.rollout.samples, self.optim.minibatch
+        if mini is not None and samples % mini:
+            fits = next(m for m in range(mini, 0, -1) if samples % m == 0)
+            raise ValueError(
+                f"{self.rollout.prompts} prompts × {self.rollout.samples} samples = {samples} samples do not divide into "
+                f"minibatches of {mini}; optim.minibatch: {fits} would fit"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_reward(self) -> Self:
+        if not self.rewards():
+            raise ValueError(
+                "reward is missing: name a built-in (reward: exact) or your own function (reward: my_rewards:correct)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _group_is_a_group(self) -> Self:
+        if self.algorithm.advantage == "grpo" and self.rollout.samples < 2:
+            raise ValueError(
+                "algorithm.advantage: grpo compares the samples of a group, so rollout.samples must be at least 2, got 1"
+            )
+        return self
+
+
+class SFTConfig(RunConfig):
+    """Supervised training on given answers."""
+
+    pipeline: Literal["sft"]
+    """`rl` trains on the model's own scored samples; `sft` imitates given answers."""
+    batch: int = Field(64, ge=1)
+    """Rows per step."""
+    max_tokens: int = Field(1024, ge=2)
+    """Longest row, prompt and completion together, in tokens; a longer one loses its tail."""
+    eval_max_tokens: int = Field(64, ge=1)
+    """Longest completion in evaluation."""
+
+
+def _pipeline(value: Any) -> str:
+    return str(value.get("pipeline", "rl") if isinstance(value, dict) else getattr(value, "pipeline", "rl"))
+
+
+AnyConfig = RLConfig | SFTConfig
+ADAPTER: TypeAdapter[AnyConfig] = TypeAdapter(
+    Annotated[Annotated[RLConfig, Tag("rl")] | Annotated[SFTConfig, Tag("sft")], Discriminator(_pipeline)]
+)
+BY_PIPELINE: dict[str, type[AnyConfig]] = {"rl": RLConfig, "sft": SFTConfig}

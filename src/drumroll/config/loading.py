@@ -1,0 +1,191 @@
+"""From a YAML file and overrides to a checked config, remembering where each value was set.
+
+No string is evaluated and no environment variable is read. Whatever is wrong becomes a `ConfigError` that names
+the file and line, the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from drumroll.config.experiment import ADAPTER, BY_PIPELINE, AnyConfig
+from drumroll.errors import ConfigError, did_you_mean
+
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+@dataclass
+class Loaded:
+    """A config and, per dotted key, the place that set it."""
+
+    config: AnyConfig
+    origins: dict[str, str] = field(default_factory=dict)
+
+
+def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Loaded:
+    """Read a recipe (a file, or a mapping from Python), apply `key=value` overrides, check everything."""
+    origins: dict[str, str] = {}
+    base = Path.cwd()
+    if isinstance(source, Mapping):
+        values = _plain(source)
+    else:
+        path = Path(source)
+        values = _read(path, origins)
+        base = path.resolve().parent
+    for override in overrides:
+        _apply(values, override, origins)
+    _resolve_paths(values, base)
+    config = check(values, origins)
+    for folder in reversed(config.import_from):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    return Loaded(config, origins)
+
+
+def check(values: dict[str, Any], origins: Mapping[str, str] | None = None) -> AnyConfig:
+    """Validate plain values."""
+    pipeline = values.get("pipeline", "rl")
+    if pipeline not in BY_PIPELINE:
+        raise ConfigError(
+            f"pipeline: '{pipeline}' is not known; choose one of {', '.join(BY_PIPELINE)}.{did_you_mean(str(pipeline), BY_PIPELINE)}"
+        )
+    try:
+        return ADAPTER.validate_python(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(e, values, origins or {}) for e in _relevant(error.errors()))) from None
+
+
+def dump(config: AnyConfig) -> str:
+    """The resolved config as YAML, every key present."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path, origins: dict[str, str]) -> dict[str, Any]:
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        hint = "" if path.suffix else " Recipes are YAML files, for example recipes/quickstart/recipe.yaml."
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}.{hint}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the recipe {path} is not a text file.") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _note_lines(node, path, "", origins)
+        values = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}: a recipe is a mapping of keys to values, this is {'empty' if values is None else type(values).__name__}."
+        )
+    return values
+
+
+def _note_lines(node: yaml.Node | None, path: Path, prefix: str, origins: dict[str, str]) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        where = f"{path}:{key.start_mark.line + 1}"
+        if name in origins:
+            raise ConfigError(f"{where}: the key '{name}' is set twice; the first time at {origins[name]}.")
+        origins[name] = where
+        _note_lines(value, path, f"{name}.", origins)
+
+
+def _apply(values: dict[str, Any], override: str, origins: dict[str, str]) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key or not all(key.split(".")):
+        raise ConfigError(f"'{override}' is not an override; write key=value, for example optim.lr=1e-5.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"the value of override '{override}' is not valid YAML.") from None
+    place = values
+    *parents, last = key.split(".")
+    for parent in parents:
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"override '{override}': '{parent}' is a value, not a section.")
+    place[last] = value
+    for below in [k for k in origins if k.startswith(f"{key}.")]:
+        del origins[below]
+    origins[key] = f"override {override}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _resolve_paths(values: dict[str, Any], base: Path) -> None:
+    """Files and modules named in a recipe are found from the current directory or beside the recipe."""
+    folders = values.get("import_from") or []
+    if isinstance(folders, list):
+        found = [str(base), str(Path.cwd()), *(str((base / f).resolve()) for f in folders)]
+        values["import_from"] = list(dict.fromkeys(found))
+    for section, key in (("data", "train"), ("eval", "sets")):
+        sets = (values.get(section) or {}).get(key) if isinstance(values.get(section), dict) else None
+        for dataset in sets.values() if isinstance(sets, dict) else ():
+            source = dataset.get("source") if isinstance(dataset, dict) else None
+            if isinstance(source, str) and source.endswith(FILE_SUFFIXES):
+                here, beside = Path(source).expanduser(), base / source
+                dataset["source"] = str((beside if not here.exists() and beside.exists() else here).resolve())
+
+
+def _relevant(errors: list[ErrorDetails]) -> list[ErrorDetails]:
+    """A union reports every branch it tried; unknown keys say more than the branches' other complaints."""
+    extra = [e for e in errors if e["type"] == "extra_forbidden"]
+    return (extra or errors)[:5]
+
+
+def _sentence(error: ErrorDetails, values: dict[str, Any], origins: Mapping[str, str]) -> str:
+    location = [str(p) for p in error["loc"][1:]]
+    key = ".".join(location)
+    where = next((origins[k] + ": " for k in _prefixes(key) if k in origins), "")
+    if error["type"] == "extra_forbidden":
+        known = _fields_at(values, location[:-1])
+        prefix = ".".join(location[:-1])
+        hint = did_you_mean(location[-1], known) or f" Keys {'of ' + prefix if prefix else 'at the top'}: {', '.join(known)}."
+        return f"{where}unknown key '{key}'.{hint}"
+    if error["type"] == "missing":
+        return f"{where}the key '{key}' is missing."
+    message = error["msg"].removeprefix("Value error, ")
+    if not key:
+        return f"{message}."
+    return f"{where}{key}: {message[0].lower()}{message[1:]}, got {error['input']!r}."
+
+
+def _prefixes(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+
+
+def section_at(values: Mapping[str, Any], path: Sequence[str]) -> type[BaseModel] | None:
+    """The config model that holds the keys at a dotted path (through dicts of sections), if there is one."""
+    model: Any = BY_PIPELINE.get(str(values.get("pipeline", "rl")))
+    for part in path:
+        field_info = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, BaseModel) else None
+        annotation = field_info.annotation if field_info else next(iter(get_args(model)[1:]), None)
+        model = annotation
+    return model if isinstance(model, type) and issubclass(model, BaseModel) else None
+
+
+def _fields_at(values: Mapping[str, Any], path: Sequence[str]) -> list[str]:
+    section = section_at(values, path)
+    return list(section.model_fields) if section else []

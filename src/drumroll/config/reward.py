@@ -1,0 +1,31 @@
+"""`reward`: which functions score which domain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from drumroll.config.section import Section
+
+ALL_DOMAINS = "*"
+
+
+class RewardConfig(Section):
+    """One scoring function."""
+
+    use: str
+    """A built-in (exact, number, contains, length) or `module:function`; its arguments are filled by column name."""
+    weight: float = 1.0
+    """Its share in the sample's reward; 0 logs it as a metric only."""
+    args: dict[str, Any] = Field(default={})
+    """Fixed keyword arguments of the function."""
+
+
+RewardSpec = str | RewardConfig | list[str | RewardConfig]
+
+
+def normalise(spec: RewardSpec) -> list[RewardConfig]:
+    """`exact`, `{use: exact}` and `[exact]` all mean the same list."""
+    items = spec if isinstance(spec, list) else [spec]
+    return [RewardConfig(use=item) if isinstance(item, str) else item for item in items]

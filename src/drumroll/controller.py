@@ -1,0 +1,41 @@
+"""The training loop: one program that states the dataflow of reinforcement learning.
+
+Everything around it (evaluation, files, terminal, interruption) is the session's; everything inside a stage is the
+stage's. No helper may hide the order of the stages.
+"""
+
+from __future__ import annotations
+
+from drumroll.batch import pack
+from drumroll.config import RLConfig
+from drumroll.session import Session
+from drumroll.stages import advantages, describe, infer, open_algorithm, open_rollouts, publish, update
+
+
+async def train(session: Session, config: RLConfig) -> None:
+    """Generate, score, train, publish, commit; until the steps are done."""
+    workers = session.workers
+    algorithm = open_algorithm(config)
+    rollouts = open_rollouts(config, workers)
+    session.watch(rollouts)
+    temperature = config.rollout.temperature
+
+    await session.start()
+    while session.step < config.steps and not rollouts.source.exhausted():
+        with session.stage("rollout"):
+            groups = await rollouts.take(config.rollout.prompts)
+        metrics = describe(groups, failed=len(rollouts.failed))
+
+        with session.stage("infer"):
+            batch = await infer(workers, algorithm, pack(groups), temperature)
+            batch = advantages(algorithm, batch)
+
+        with session.stage("train"):
+            metrics |= await update(workers, algorithm, batch, temperature)
+
+        with session.stage("publish"):
+            await publish(workers, session.step + 1)
+        rollouts.trained(groups)
+
+        await session.commit(metrics, [s for g in groups for s in g.samples] + rollouts.failed)
+    await session.finish()

@@ -1,0 +1,74 @@
+"""From a row's prompt to the tokens the model sees, by the tokenizer's chat template or as plain text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drumroll.errors import DataError
+from drumroll.sample import Message
+
+Content = str | tuple[Message, ...]
+
+
+class Renderer:
+    """Renders prompts and answers for one tokenizer. Base models without a chat template get plain text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.name = getattr(tokenizer, "name_or_path", "") or "this model"
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+
+    def prompt(self, content: Content, *, chat: bool | None = None, system: str | None = None) -> tuple[int, ...]:
+        """Tokens up to where the model's answer begins. `chat=None` follows the tokenizer."""
+        turns = self._turns(content, chat, system)
+        if turns is None:
+            return tuple(self._bos() + self._encode(str(content)))
+        return tuple(self._encode(self._apply(turns, add_generation_prompt=True)))
+
+    def answer(self, content: Content, completion: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
+        """Tokens of a given answer after its prompt, up to and including the end of the turn."""
+        turns = self._turns(content, chat, system)
+        if turns is None:
+            return [*self._encode(completion), self._eos()]
+        prompt = self._apply(turns, add_generation_prompt=True)
+        whole = self._apply([*turns, {"role": "assistant", "content": completion}], add_generation_prompt=False)
+        if not whole.startswith(prompt):
+            at = next(i for i, (a, b) in enumerate(zip(prompt, whole + " " * len(prompt), strict=False)) if a != b)
+            raise DataError(
+                f"the chat template of {self.name} is not prefix-stable: the prompt alone reads {prompt[at : at + 40]!r} where "
+                f"the whole conversation reads {whole[at : at + 40]!r}."
+            )
+        answer = self._encode(whole[len(prompt) :])
+        ends = [i for i, token in enumerate(answer) if token == self._eos()]
+        return answer[: ends[-1] + 1] if ends else [*answer, self._eos()]
+
+    def _turns(self, content: Content, chat: bool | None, system: str | None) -> list[Message] | None:
+        """The conversation to render, or None for plain text."""
+        if isinstance(content, str) and system is None and not (self.has_template if chat is None else chat):
+            return None
+        if not self.has_template:
+            raise DataError(
+                f"the prompt is a chat, but the tokenizer of {self.name} has no chat template; give plain-text prompts, no `system`, no `chat: true`."
+            )
+        turns = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        return turns if system is None else [{"role": "system", "content": system}, *turns]
+
+    def _apply(self, turns: list[Message], *, add_generation_prompt: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+        except Exception as error:
+            raise DataError(f"the chat template of {self.name} refused a conversation: {error}.") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _bos(self) -> list[int]:
+        """A base model that was trained with a first token gets it."""
+        bos = self.tokenizer.bos_token_id
+        return [] if bos is None else [bos]
+
+    def _eos(self) -> int:
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            raise DataError(f"the tokenizer of {self.name} has no end-of-sequence token, so answers could not be ended.")
+        return int(eos)

@@ -1,0 +1,184 @@
+"""Drawing prompts: an endless, seeded, resumable order over several datasets in fixed shares.
+
+The n-th draw depends only on the config and n. Shares hold to within one prompt after every draw, because each draw
+goes to the dataset that is furthest behind.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from drumroll.config.data import DataConfig, DatasetConfig
+from drumroll.data.render import Content, Renderer
+from drumroll.data.rows import Row, read
+from drumroll.errors import DataError
+from drumroll.sample import Prompt
+
+RequiredColumns = Callable[[str], Sequence[tuple[str, str]]]
+"""Domain → (column, who asks for it)."""
+
+
+def no_columns(domain: str) -> Sequence[tuple[str, str]]:
+    """Nothing is asked of the rows."""
+    return ()
+
+
+@dataclass
+class Reader:
+    """Turns the rows of one dataset into prompts, checking each where it enters."""
+
+    name: str
+    config: DatasetConfig
+    renderer: Renderer
+    required: RequiredColumns
+
+    def prompt(self, row: Row, number: int) -> Prompt:
+        """One row as a prompt; a missing column is named with the row's place and the columns there are."""
+        domain = str(self.config.domain or row.get("domain") or self.name.rpartition(".")[2])
+        content, row = self._content(row)
+        wanted = [(self.config.prompt, "the prompt")] if content is None else []
+        missing = [*wanted, *((c, who) for c, who in self.required(domain) if c not in row)]
+        if missing or content is None:
+            column, who = missing[0]
+            raise DataError(
+                f"{self.name}: row {number + 1} lacks the column '{column}', which {who} needs; it has {', '.join(sorted(row))}."
+            )
+        tokens = self.renderer.prompt(content, chat=self.config.chat, system=self.config.system)
+        if not tokens:
+            raise DataError(f"{self.name}: row {number + 1} has an empty prompt.")
+        return Prompt(Prompt.stable_id([domain, content]), domain, content, tokens, row)
+
+    def _content(self, row: Row) -> tuple[Content | None, Row]:
+        """The prompt of a row. A conversation that ends with the assistant's turn gives that turn as the completion."""
+        content = row.get(self.config.prompt, row.get("messages"))
+        if content is None or isinstance(content, str):
+            return content, row
+        turns = tuple(content)
+        if turns and turns[-1].get("role") == "assistant":
+            return turns[:-1], {**row, self.config.completion: turns[-1]["content"]}
+        return turns, row
+
+    def answer(self, prompt: Prompt) -> list[int]:
+        """Tokens of the answer to imitate."""
+        completion = prompt.columns.get(self.config.completion)
+        if not isinstance(completion, str):
+            raise DataError(
+                f"{self.name}: a row has no text in its column '{self.config.completion}' to imitate; "
+                f"it has {', '.join(sorted(prompt.columns))}."
+            )
+        return self.renderer.answer(prompt.content, completion, chat=self.config.chat, system=self.config.system)
+
+
+@dataclass
+class _Stream:
+    """The endless row order of one dataset."""
+
+    reader: Reader
+    rows: list[Row] | Iterator[Row]
+    share: float
+    shuffle_seed: str | None
+    taken: int = 0
+    _order: list[int] = field(default_factory=list)
+    _epoch: int = -1
+
+    def next(self) -> tuple[Row, int]:
+        number = self.taken
+        self.taken += 1
+        if not isinstance(self.rows, list):
+            try:
+                return next(self.rows), number
+            except StopIteration:
+                raise DataError(
+                    f"{self.reader.name}: its function ended after {number} rows; return a list to have it repeated."
+                ) from None
+        epoch, place = divmod(number, len(self.rows))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self.rows)))
+            if self.shuffle_seed is not None:
+                random.Random(f"{self.shuffle_seed}/{epoch}").shuffle(self._order)
+        index = self._order[place]
+        return self.rows[index], index
+
+    def epochs(self) -> float:
+        return self.taken / len(self.rows) if isinstance(self.rows, list) else 0.0
+
+
+class PromptSource:
+    """Draws prompts from the mixture."""
+
+    def __init__(self, config: DataConfig, seed: int, renderer: Renderer, required: RequiredColumns = no_columns) -> None:
+        self.config = config
+        self.overlong = 0
+        self._draws = 0
+        mixture = config.mixture or dict.fromkeys(config.train, 1.0)
+        total = sum(mixture.values())
+        self._streams = [
+            _Stream(
+                Reader(f"data.train.{name}", dataset, renderer, required),
+                read(f"data.train.{name}", dataset, seed),
+                mixture[name] / total,
+                f"{seed}/{name}" if config.shuffle else None,
+            )
+            for name, dataset in config.train.items()
+            if mixture[name] > 0
+        ]
+        self._drawn = [0] * len(self._streams)
+
+    def draw(self) -> Prompt:
+        """The next prompt. Over-long ones are dropped, cut or refused, by config."""
+        return self.draw_with_reader()[0]
+
+    def draw_with_reader(self) -> tuple[Prompt, Reader]:
+        """The next prompt, and the reader that knows its dataset."""
+        self._draws += 1
+        behind = [s.share * self._draws - n for s, n in zip(self._streams, self._drawn, strict=True)]
+        chosen = behind.index(max(behind))
+        self._drawn[chosen] += 1
+        stream = self._streams[chosen]
+        for _ in range(1000):
+            prompt = self._fit(stream.reader.prompt(*stream.next()), stream.reader.name)
+            if prompt is not None:
+                return prompt, stream.reader
+        raise DataError(
+            f"{stream.reader.name}: 1000 prompts in a row are longer than data.max_prompt_tokens={self.config.max_prompt_tokens}."
+        )
+
+    def _fit(self, prompt: Prompt, name: str) -> Prompt | None:
+        limit, length = self.config.max_prompt_tokens, len(prompt.tokens)
+        if length <= limit:
+            return prompt
+        self.overlong += 1
+        if self.config.overlong == "fail":
+            raise DataError(
+                f"{name}: prompt {prompt.id} has {length} tokens, more than data.max_prompt_tokens={limit}; set data.overlong to drop or truncate."
+            )
+        if self.config.overlong == "drop":
+            return None
+        return Prompt(prompt.id, prompt.domain, prompt.content, prompt.tokens[-limit:], prompt.columns)
+
+    def exhausted(self) -> bool:
+        """Whether `data.epochs` passes over the largest finite dataset are done."""
+        finite = [s for s in self._streams if isinstance(s.rows, list)]
+        if self.config.epochs is None or not finite:
+            return False
+        largest = max(finite, key=lambda s: len(s.rows) if isinstance(s.rows, list) else 0)
+        return largest.epochs() >= self.config.epochs
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: how many rows were taken from each dataset."""
+        taken = {s.reader.name: s.taken for s in self._streams}
+        return {"draws": self._draws, "drawn": list(self._drawn), "taken": taken, "overlong": self.overlong}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue the order where a checkpoint left it."""
+        self._draws, self._drawn, self.overlong = state["draws"], list(state["drawn"]), state["overlong"]
+        for stream in self._streams:
+            taken = state["taken"].get(stream.reader.name, 0)
+            if isinstance(stream.rows, list):
+                stream.taken = taken
+            else:
+                while stream.taken < taken:
+                    stream.next()

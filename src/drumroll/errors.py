@@ -1,0 +1,60 @@
+"""The error model.
+
+1. *Vocabulary.* Everything a user can cause or fix is a `DrumrollError`; its message is one or two sentences
+   that name the key, the value, what is allowed and the fix. The command line prints it and exits with 2.
+2. *Classification at the boundary.* Config, data, models, rewards and files are checked where they enter;
+   foreign exceptions (pydantic, YAML, OSError, a user's reward) are translated there and nowhere else.
+3. *A bad sample is data.* A failure inside one sample becomes its `Failure` (kind, boundary, text) and a fate;
+   it never unwinds the loop.
+4. *Invariants are asserts.* An `AssertionError` is a bug of ours, and is allowed to show its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DrumrollError(Exception):
+    """Something the user can understand and fix."""
+
+
+class ConfigError(DrumrollError):
+    """A key, a value, or a combination of values that cannot be used."""
+
+
+class DataError(DrumrollError):
+    """A dataset that cannot be read, or a row that lacks what it needs."""
+
+
+class ModelError(DrumrollError):
+    """A model that cannot be found or loaded."""
+
+
+class RewardError(DrumrollError):
+    """A reward that does not exist, or that failed on every sample of a batch."""
+
+
+class StoreError(DrumrollError):
+    """A run directory that cannot be written, read or resumed."""
+
+
+class RolloutError(DrumrollError):
+    """A step that cannot be completed: everything filtered or failed, or no engine left."""
+
+
+class MissingExtra(DrumrollError):
+    """An optional dependency that is not installed."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(f"{feature} needs an optional part that is not installed: pip install 'drumroll[{extra}]'")
+
+
+class Interrupted(DrumrollError):
+    """The user asked the run to stop."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A suggestion to append to an error, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,259 @@
+"""The plain PyTorch learner: one device, CPU or CUDA by the same code.
+
+It does only needed work: packed tokens without padding, logits only where a token is trained, micro-batches by a
+token budget. The result does not depend on how a batch is cut, because every token carries its share of the loss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drumroll.algorithms.losses import Tokens
+from drumroll.batch import Batch
+from drumroll.config.optim import OptimConfig
+from drumroll.errors import Interrupted, StoreError
+from drumroll.learners import Metrics, Update
+from drumroll.models.attention import Packed
+from drumroll.models.loading import LoadedModel
+
+STATE = "learner.json"
+MASTER = "master.safetensors"
+MOMENTS = "optimizer.safetensors"
+
+
+class TorchLearner:
+    """Implements `Learner`. Working weights may be bfloat16; the optimizer always works in float32."""
+
+    def __init__(self, model: LoadedModel, config: OptimConfig, *, total_steps: int) -> None:
+        self.model = model
+        self.config = config
+        self.total_steps = total_steps
+        self.step = 0
+        self._stop = threading.Event()
+        self._partial = False
+        self.device = next(model.module.parameters()).device
+        self.names, self.working = zip(*((n, p) for n, p in model.module.named_parameters() if p.requires_grad), strict=True)
+        self.master = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in self.working]
+        self.optimizer = torch.optim.AdamW(
+            self.master, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+
+    # --- passes ---
+
+    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        result = torch.zeros(len(batch.tokens))
+        starts = torch.cumsum(batch.lengths, 0) - batch.lengths
+        with torch.no_grad():
+            for traces in batch.micro_batches(self.config.micro_tokens):
+                self._check_stop()
+                micro = batch.select(traces)
+                logprobs, _ = self._forward(micro, temperature, entropy_gradient=False)
+                where = torch.cat([torch.arange(int(starts[t]), int(starts[t] + batch.lengths[t])) for t in traces])
+                result[where[micro.mask]] = logprobs.float().cpu()
+        return result
+
+    def _forward(self, micro: Batch, temperature: float, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies at the trained tokens of a micro-batch."""
+        tokens = micro.tokens.to(self.device)
+        trained = micro.mask.nonzero()[:, 0].to(self.device)
+        layout = Packed(micro.lengths.to(self.device))
+        out = self.model.module(
+            input_ids=tokens[None],
+            position_ids=layout.positions(),
+            use_cache=False,
+            layout=layout,
+            logits_to_keep=trained - 1,
+        )
+        distribution = torch.log_softmax(out.logits[0].float() / temperature, dim=-1)
+        chosen = distribution.gather(1, tokens[trained, None])[:, 0]
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = -(distribution.exp() * distribution).sum(-1)
+        return chosen, entropy
+
+    # --- the update ---
+
+    def update(self, work: Update) -> Metrics:
+        totals = _Totals()
+        for _ in range(self.config.epochs):
+            for mini in self._minibatches(work.batch):
+                self._minibatch(mini, work, totals)
+                self._partial = True
+        self.step += 1
+        self._partial = False
+        return totals.metrics()
+
+    def interrupt(self) -> None:
+        self._stop.set()
+
+    def whole(self) -> bool:
+        return not self._partial
+
+    def _minibatches(self, batch: Batch) -> list[Batch]:
+        size = self.config.minibatch or batch.num_samples
+        owner = batch.sample_of.tolist()
+        chunks: list[list[int]] = [[] for _ in range(math.ceil(batch.num_samples / size))]
+        for trace, sample in enumerate(owner):
+            chunks[sample // size].append(trace)
+        return [batch.select(traces) for traces in chunks if traces]
+
+    def _minibatch(self, mini: Batch, work: Update, totals: _Totals) -> None:
+        mini = mini.with_(weights=work.aggregate(mini))
+        self.model.module.train()
+        try:
+            needed = _needed(mini) if work.loss.skips_zero_advantage else mini
+            for traces in needed.micro_batches(self.config.micro_tokens):
+                self._check_stop()
+                self._backward(needed.select(traces), work, totals)
+        except BaseException:
+            self.model.module.zero_grad(set_to_none=True)
+            raise
+        finally:
+            self.model.module.eval()
+        self._optimizer_step(totals)
+
+    def _backward(self, micro: Batch, work: Update, totals: _Totals) -> None:
+        mask = micro.mask
+        if not mask.any():
+            return
+        logprobs, entropy = self._forward(micro, work.temperature, entropy_gradient=work.loss.entropy_gradient)
+
+        def trained(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column[mask].to(self.device)
+
+        behaviour, weights = micro.behaviour[mask].to(self.device), trained(micro.weights)
+        assert weights is not None
+        old, advantages = trained(micro.old), trained(micro.advantages)
+        tokens = Tokens(
+            logprobs=logprobs,
+            entropy=entropy,
+            old=logprobs.detach() if old is None else old,
+            behaviour=behaviour,
+            advantages=torch.zeros_like(behaviour) if advantages is None else advantages,
+            reference=trained(micro.reference),
+        )
+        per_token, stats = work.loss(tokens)
+        loss = (per_token * weights).sum()
+        if not torch.isfinite(loss):
+            raise FloatingPointError(f"the loss of a micro-batch is {loss.item()} at step {self.step + 1}")
+        loss.backward()
+        totals.add(loss.detach(), weights, tokens, stats)
+
+    def _optimizer_step(self, totals: _Totals) -> None:
+        for master, working in zip(self.master, self.working, strict=True):
+            if working.grad is None:
+                working.grad = torch.zeros_like(working)
+            if master is not working:
+                master.grad = working.grad.float()
+                working.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(self.master, self.config.grad_clip or math.inf)
+        lr = self.learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._refresh_working()
+        totals.steps.append((float(norm), lr))
+
+    def _refresh_working(self) -> None:
+        with torch.no_grad():
+            for master, working in zip(self.master, self.working, strict=True):
+                if master is not working:
+                    working.copy_(master)
+
+    def learning_rate(self) -> float:
+        """The rate of the current step: linear warm-up, then the schedule down to 0 at the last step."""
+        config = self.config
+        if self.step < config.warmup:
+            return config.lr * (self.step + 1) / (config.warmup + 1)
+        progress = (self.step - config.warmup) / max(1, self.total_steps - config.warmup)
+        factor = {
+            "constant": 1.0,
+            "linear": 1.0 - progress,
+            "cosine": 0.5 * (1 + math.cos(math.pi * min(1.0, progress))),
+        }[config.schedule]
+        return config.lr * max(0.0, factor)
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise Interrupted("the update was interrupted")
+
+    # --- state ---
+
+    def save(self, folder: Path) -> None:
+        save_file({n: p.detach().contiguous() for n, p in zip(self.names, self.master, strict=True)}, folder / MASTER)
+        moments: dict[str, Tensor] = {}
+        for name, parameter in zip(self.names, self.master, strict=True):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                moments[f"{name}/{key}"] = value.contiguous()
+        save_file(moments, folder / MOMENTS)
+        (folder / STATE).write_text(json.dumps({"step": self.step}))
+
+    def load(self, folder: Path) -> None:
+        master = load_file(folder / MASTER)
+        if set(master) != set(self.names):
+            raise StoreError(f"the checkpoint {folder} holds another model than the config names")
+        moments = load_file(folder / MOMENTS)
+        with torch.no_grad():
+            for name, parameter in zip(self.names, self.master, strict=True):
+                parameter.copy_(master[name])
+        state: dict[int, dict[str, Tensor]] = {}
+        for index, name in enumerate(self.names):
+            keys = {k.rpartition("/")[2]: v for k, v in moments.items() if k.rpartition("/")[0] == name}
+            if keys:
+                state[index] = {k: v if k == "step" else v.to(self.device) for k, v in keys.items()}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        self.step = json.loads((folder / STATE).read_text("utf-8"))["step"]
+        self._refresh_working()
+
+    def export(self, folder: Path) -> None:
+        self.model.module.save_pretrained(folder)
+        self.model.tokenizer.save_pretrained(folder)
+
+
+def _needed(mini: Batch) -> Batch:
+    """Without the traces whose advantage is zero throughout: they add nothing to the gradient.
+
+    Their tokens still count in the weights, which were computed before, and the optimizer still steps.
+    """
+    assert mini.advantages is not None
+    moved = torch.zeros(mini.num_traces).index_add_(0, mini.trace_of_token(), mini.advantages.abs())
+    return mini.select(moved.nonzero()[:, 0].tolist())
+
+
+class _Totals:
+    """Sums of per-token diagnostics over an update."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+        self.sums: dict[str, float] = {}
+        self.maxima: dict[str, float] = {}
+        self.tokens = 0
+
+    def _add(self, name: str, value: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def add(self, loss: Tensor, weights: Tensor, tokens: Tokens, stats: dict[str, Tensor]) -> None:
+        self.tokens += len(weights)
+        self._add("loss", float(loss))
+        self._add("entropy", float(tokens.entropy.detach().sum()))
+        gap = (tokens.old - tokens.behaviour).detach().abs()
+        self.maxima["mismatch"] = max(self.maxima.get("mismatch", 0.0), float(gap.max()))
+        self._add("kl", float((tokens.behaviour - tokens.logprobs.detach()).sum()))
+        for name, value in stats.items():
+            self._add(name, float(value.sum()))
+            if name == "ratio":
+                self.maxima["ratio_max"] = max(self.maxima.get("ratio_max", 0.0), float(value.max()))
+
+    def metrics(self) -> Metrics:
+        count, steps = max(1, self.tokens), max(1, len(self.steps))
+        means: dict[str, Any] = {n: v / (steps if n == "loss" else count) for n, v in self.sums.items()}
+        norms = {"grad_norm": sum(n for n, _ in self.steps) / steps, "lr": self.steps[-1][1] if self.steps else 0.0}
+        return {f"train/{k}": float(v) for k, v in {**means, **self.maxima, **norms, "tokens": self.tokens}.items()}

@@ -1,0 +1,225 @@
+"""The report: one HTML file that tells the story of a run to whoever opens it, without a server and without a network.
+
+It reads the run directory and nothing else, so it can be written at any moment of a run and again later. It must never
+load anything from elsewhere, never let a model's text become markup or script, and never change what it reports on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from drumroll.config import AnyConfig, RLConfig
+from drumroll.store.files import write_text
+from drumroll.store.rollouts import read_samples
+from drumroll.store.run import CONFIG, Run
+
+REPORT = "report.html"
+SINGLES = {
+    "train/entropy": "Entropy",
+    "train/kl": "KL",
+    "train/grad_norm": "Gradient norm",
+    "train/mismatch": "Log-prob mismatch",
+    "rollout/length": "Completion tokens",
+    "rollout/tokens_per_s": "Generated tokens/s",
+}
+FROM_ZERO = ("rollout/length", "rollout/tokens_per_s")
+NOT_STAGES = ("time/step", "time/tokens_per_s")  # A sum of the stages and a speed: no stages themselves.
+EVAL = re.compile(r"eval/([^/]+)(/sampled)?")
+COLOURS = 8  # As many as the template has; a chart with more series is split.
+STEPS_DRAWN = 1500
+ROWS_PER_FILE, FAILED_PER_FILE = 32, 8
+HEAD, TAIL = 3000, 1000  # Characters shown of a long text; its end often holds the answer.
+CONTROLS = {i: 0x2400 + i for i in range(32) if i not in (9, 10)}  # Shown as ␀, ␛, ...: browsers drop the real ones.
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a chart. Colour 0 is for a line alone; a name keeps its colour in all charts."""
+
+    key: str
+    label: str
+    colour: int = 0
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines that share their axes."""
+
+    title: str
+    series: Sequence[Series]
+    zero: bool = False
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A held-out set before and after training."""
+
+    name: str
+    sampled: bool
+    before: float | None
+    after: float | None
+
+
+def write_report(run: Run) -> Path:
+    """Write `report.html` into the run directory. An unfinished run gives a report of what there is so far."""
+    summary, rows = run.summary, _by_step(run.metrics)
+    drawn = _thinned(rows)
+    overview, rest = _charts(list(dict.fromkeys(key for row in rows for key in row if key != "step")))
+    charts = [asdict(chart) for chart in (*overview, *rest)]
+    columns = {s["key"]: [_finite(row.get(s["key"])) for row in drawn] for chart in charts for s in chart["series"]}
+    broken = {key: sum(key in row and _finite(row[key]) is None for row in rows) for key in columns}
+    environment = Environment(loader=PackageLoader("drumroll", "observe"), autoescape=True, undefined=StrictUndefined)
+    environment.filters["visible"] = _visible
+    html = environment.get_template("report.html.j2").render(
+        config=run.config,
+        config_text=(run.path / CONFIG).read_text(),
+        facts=_facts(run.config, summary, rows),
+        finished=bool(summary),
+        outcomes=_outcomes(summary, rows),
+        overview=overview,
+        rest=rest,
+        stride=_stride(rows),
+        samples=[row | {"prompt": _prompt_text(row["prompt"])} for row in _samples(run.path / "rollouts")],
+        data={"steps": [row["step"] for row in drawn], "columns": columns, "broken": broken, "charts": charts},
+    )
+    # Pure ASCII, so that neither the writer's locale nor a stray surrogate can spoil the file.
+    write_text(run.path / REPORT, html.translate(CONTROLS).encode("ascii", "xmlcharrefreplace").decode())
+    return run.path / REPORT
+
+
+def _by_step(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """One row per step: the last evaluation is a line of its own in the metrics."""
+    rows: dict[float, dict[str, float]] = {}
+    for line in metrics:
+        rows.setdefault(line["step"], {}).update(line)
+    return [rows[step] for step in sorted(rows)]
+
+
+def _stride(rows: Sequence[object]) -> int:
+    return max(1, math.ceil(len(rows) / STEPS_DRAWN))
+
+
+def _thinned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Few enough steps to draw; evaluations and the last step always stay."""
+    return [row for i, row in enumerate(rows) if i % _stride(rows) == 0 or row is rows[-1] or any(map(EVAL.fullmatch, row))]
+
+
+def _finite(value: float | None) -> float | None:
+    """A number to show, to six digits; None for one that JSON cannot hold or that is not there."""
+    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+
+
+def _charts(keys: Sequence[str]) -> tuple[list[Chart], list[Chart]]:
+    """The overview, and the rest: every metric is in exactly one chart."""
+    rewards = [key for key in keys if re.fullmatch("reward/[^/]+", key)]
+    evals = [key for key in keys if EVAL.fullmatch(key)]
+    names = list(dict.fromkeys(key.split("/")[1] for key in (*rewards, *evals)))
+    stages = [key for key in keys if key.startswith("time/") and key not in NOT_STAGES]
+
+    def named(key: str) -> Series:
+        _, name, *variant = key.split("/")
+        return Series(key, " ".join([name, *variant]), names.index(name) % COLOURS + 1, dashed=bool(variant))
+
+    overview = [
+        *_split("Reward", [named(key) for key in rewards], zero=True, wide=True),
+        *_split("Held out", [named(key) for key in evals], zero=True, wide=True),
+        # A policy's loss says little; where there is no reward, the loss is the whole story.
+        *(Chart("Loss", [Series(key, key)]) for key in keys if key == "train/loss" and not rewards),
+        *(Chart(title, [Series(key, title)], zero=key in FROM_ZERO) for key, title in SINGLES.items() if key in keys),
+        *_split("Seconds per stage", _numbered(stages, "time/"), zero=True, wide=True),
+    ]
+    shown = {series.key for chart in overview for series in chart.series}
+    families: dict[str, list[str]] = {}
+    for key in sorted(set(keys) - shown):
+        families.setdefault(key.rpartition("/")[0] if key.startswith(("reward/", "eval/")) else "", []).append(key)
+    rest = [chart for name, members in families.items() if name for chart in _split(name, _numbered(members, f"{name}/"))]
+    return overview, rest + [Chart(key, [Series(key, key)]) for key in families.get("", ())]
+
+
+def _numbered(keys: Sequence[str], prefix: str) -> list[Series]:
+    return [Series(key, key.removeprefix(prefix), i % COLOURS + 1) for i, key in enumerate(keys)]
+
+
+def _split(title: str, series: Sequence[Series], *, zero: bool = False, wide: bool = False) -> list[Chart]:
+    return [Chart(title, series[i : i + COLOURS], zero, wide) for i in range(0, len(series), COLOURS)]
+
+
+def _outcomes(summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> list[Outcome]:
+    """From the summary; before there is one, the first evaluation and the latest."""
+
+    def summarised(when: str) -> dict[str, float]:
+        plain, sampled = summary.get(when) or {}, summary.get(f"{when}_sampled") or {}
+        return {f"eval/{n}": v for n, v in plain.items()} | {f"eval/{n}/sampled": v for n, v in sampled.items()}
+
+    first, latest = summarised("before"), summarised("after")
+    for row in rows if not summary else ():
+        for key in filter(EVAL.fullmatch, row):
+            (latest if key in first else first)[key] = row[key]
+    found = [(key.removeprefix("eval/").removesuffix("/sampled"), key.endswith("/sampled"), key) for key in {**first, **latest}]
+    return [Outcome(name, sampled, _finite(first.get(key)), _finite(latest.get(key))) for name, sampled, key in sorted(found)]
+
+
+def _facts(config: AnyConfig, summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    step = summary.get("steps", rows[-1]["step"] if rows else 0)
+    facts = {"model": config.role_model("actor"), "steps": f"{step:,} of {config.steps:,}"}
+    if "seconds" in summary:
+        facts["time"] = _duration(summary["seconds"])
+    if isinstance(config, RLConfig):
+        facts["samples per step"] = f"{config.rollout.prompts} × {config.rollout.samples}"
+        facts["advantage"] = config.algorithm.advantage
+    return facts | {"pipeline": config.pipeline, "learning rate": f"{config.optim.lr:g}", "seed": str(config.seed)}
+
+
+def _duration(seconds: float) -> str:
+    minutes = int(seconds) // 60
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes} min {int(seconds) % 60:02} s" if minutes else f"{seconds:.3g} s"
+
+
+def _samples(folder: Path) -> Iterator[dict[str, Any]]:
+    """Some rows of the first and of the last recorded step and of the last evaluation; other files are not opened."""
+    files = sorted(folder.glob("*.parquet"), key=lambda file: int(file.stem.rpartition("-")[2]))
+    evals = [file for file in files if file.stem.startswith("eval-")]
+    steps = [file for file in files if file not in evals]
+    for file in dict.fromkeys([*steps[:1], *steps[-1:], *evals[-1:]]):
+        rows = list(read_samples(file))
+        # At random, since every n-th may be of one domain. Failures are few and tell most, so they go first.
+        order = random.Random(0).sample(range(len(rows)), len(rows))
+        failed = [i for i in order if rows[i]["failure"]][:FAILED_PER_FILE]
+        yield from (rows[i] for i in sorted(list(dict.fromkeys(failed + order))[:ROWS_PER_FILE]))
+
+
+def _prompt_text(prompt: str) -> str:
+    """Chat messages as a person reads them; any other prompt as it is."""
+    try:
+        parts = [(message["role"], message["content"]) for message in json.loads(prompt)]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return prompt
+    texts = [(role, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)) for role, text in parts]
+    return "\n".join(f"[{role}] {text}" for role, text in texts) or prompt
+
+
+def _visible(text: str) -> Markup:
+    """Escaped text whose line ends, tabs and outer blanks can be seen; of a long one, both ends."""
+    if len(text) > HEAD + TAIL:
+        left_out = f"\n[… {len(text) - HEAD - TAIL:,} characters left out …]\n"
+        text = text[:HEAD] + left_out + text[-TAIL:]
+    core = text.strip(" ")
+    lead = len(text) - len(text.lstrip(" ")) if core else len(text)
+    blank = Markup('<i class="blank"> </i>')
+    body = escape(core)
+    body = body.replace("\n", Markup('<i class="newline"></i>\n')).replace("\t", Markup('<i class="tab"></i>\t'))
+    return blank * lead + body + blank * (len(text) - lead - len(core))

@@ -1,0 +1,22 @@
+"""A table of recorded samples for the terminal."""
+
+from __future__ import annotations
+
+from rich.markup import escape
+from rich.table import Table
+
+from drumroll.store.run import Run
+
+
+def sample_table(run: Run, step: int | None, kind: str | None, domain: str | None, limit: int) -> Table:
+    """The samples of one step: the asked one, or the last recorded."""
+    rows = [r for r in run.iter_samples() if (kind or r["kind"]) == r["kind"] and (domain or r["domain"]) == r["domain"]]
+    chosen = max((r["step"] for r in rows), default=0) if step is None else step
+    table = Table(title=f"{run.path}, step {chosen}", title_justify="left")
+    for column in ("sample", "kind", "domain", "prompt", "completion", "reward", "stop", "fate"):
+        table.add_column(column, overflow="fold")
+    for row in [r for r in rows if r["step"] == chosen][:limit]:
+        reward = escape(row["failure"] or "–") if row["reward"] is None else f"{row['reward']:.3g}"
+        texts = (row["id"], row["kind"], row["domain"], row["prompt"], row["completion"])
+        table.add_row(*(escape(t) for t in texts), reward, row["stop"] or "–", row["fate"])
+    return table

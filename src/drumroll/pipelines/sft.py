@@ -1,0 +1,66 @@
+"""Supervised training: imitate given answers, loss on the answer only, rows packed without padding.
+
+The same learner, checkpoints and evaluation as reinforcement learning. Rows come from files, from generators, or from
+a teacher's demonstrations (`drumroll.data.problems:demonstrations` is a systematically flawed one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from drumroll.algorithms.losses import SFTLoss, token_mean
+from drumroll.batch import Batch, pack
+from drumroll.config import SFTConfig
+from drumroll.data.render import Renderer
+from drumroll.data.source import PromptSource
+from drumroll.learners import Learner, Update
+from drumroll.sample import Group, Owner, Sample, Trace
+from drumroll.session import Session
+
+ONLY_RL = ("train/mismatch", "train/kl")
+
+
+class Demonstrations:
+    """Draws batches of prompts with their answers."""
+
+    def __init__(self, config: SFTConfig, renderer: Renderer) -> None:
+        self.config = config
+        self.source = PromptSource(config.data, config.seed, renderer)
+
+    def batch(self) -> Batch:
+        """The next rows, packed."""
+        return pack([self._demonstration(index) for index in range(self.config.batch)])
+
+    def _demonstration(self, index: int) -> Group:
+        prompt, reader = self.source.draw_with_reader()
+        answer = reader.answer(prompt)[: max(1, self.config.max_tokens - len(prompt.tokens))]
+        trace = Trace()
+        trace.extend(list(prompt.tokens), Owner.PROMPT)
+        trace.extend(answer, Owner.POLICY, [0.0] * len(answer), [0] * len(answer))
+        return Group(prompt, index, [Sample(prompt, index, 0, traces=[trace], reward=0.0)])
+
+    def state(self) -> dict[str, Any]:
+        """The place in the row order."""
+        return self.source.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Return to a place in the row order."""
+        self.source.restore(state)
+
+
+async def train(session: Session, config: SFTConfig) -> None:
+    """Imitate batch after batch; until the steps are done."""
+    workers = session.workers
+    demonstrations = Demonstrations(config, Renderer(workers.tokenizer))
+    session.watch(demonstrations)
+
+    await session.start()
+    while session.step < config.steps and not demonstrations.source.exhausted():
+        with session.stage("data"):
+            batch = demonstrations.batch()
+        with session.stage("train"):
+            metrics = await workers.actor.call(0, Learner.update, Update(batch, SFTLoss(), token_mean))
+        await workers.publish(session.step + 1)
+        await session.commit({k: v for k, v in metrics.items() if k not in ONLY_RL})
+    await session.finish()

@@ -1,0 +1,62 @@
+"""Names to parts: a registry per kind of part, and the import of a user's own by `module:function`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+from drumroll.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+def import_path(path: str, what: str) -> Any:
+    """The object that `module:name` names; every way to miss it has its own sentence."""
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"{what}: there is no module '{module_name}' (looked beside the recipe, in the current directory and in the environment)."
+            ) from None
+        raise ConfigError(f"{what}: importing '{module_name}' failed: {error}.") from error
+    except Exception as error:
+        raise ConfigError(f"{what}: importing '{module_name}' failed: {type(error).__name__}: {error}.") from error
+    if not hasattr(module, name):
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise ConfigError(f"{what}: module '{module_name}' has no '{name}'.{did_you_mean(name, names)}")
+    return getattr(module, name)
+
+
+class Registry(Generic[T]):
+    """Parts of one kind by name. `@registry.register("name")` adds one; `get` also takes `module:function`."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.parts: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator that files a part under a name."""
+
+        def add(part: T) -> T:
+            assert name not in self.parts, f"{self.what} '{name}' is registered twice"
+            self.parts[name] = part
+            return part
+
+        return add
+
+    def get(self, name: str) -> T:
+        """The part by name or import path."""
+        if name in self.parts:
+            return self.parts[name]
+        if ":" in name:
+            part: Any = import_path(name, self.what)
+            if callable(part):
+                return cast(T, part)
+            raise ConfigError(f"{self.what}: '{name}' is a {type(part).__name__}, not a function.")
+        known = ", ".join(sorted(self.parts))
+        raise ConfigError(
+            f"{self.what}: '{name}' is not known; choose one of {known}, or name your own as module:function.{did_you_mean(name, self.parts)}"
+        )

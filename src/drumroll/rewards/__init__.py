@@ -1,0 +1,142 @@
+"""Rewards: the user's functions, bound to columns by name, routed by domain.
+
+The user's form is `def correct(completion, answer) -> float | None`, sync or async. `completion` is the text the
+model wrote, `prompt` the row's prompt, `sample` the whole sample; any other argument is a column of the row. `None`
+means "not applicable". An exception, a NaN or a non-number is that sample's failure, shown with its text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drumroll.config.reward import ALL_DOMAINS, RewardConfig
+from drumroll.errors import ConfigError
+from drumroll.registry import Registry
+from drumroll.sample import Failure, Sample
+
+RewardFunction = Callable[..., Any]
+REWARDS: Registry[RewardFunction] = Registry("reward")
+GIVEN = ("completion", "prompt", "sample")
+
+
+class BadReward(ValueError):
+    """A reward function returned something that is not a finite number or None."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A function bound to its arguments."""
+
+    name: str
+    weight: float
+    function: RewardFunction
+    arguments: tuple[str, ...]
+    optional: frozenset[str]
+    fixed: Mapping[str, Any]
+    builtin: bool
+
+    @classmethod
+    def bind(cls, config: RewardConfig) -> Reward:
+        """Look the function up and read its signature."""
+        function = REWARDS.get(config.use)
+        name = config.use.rpartition(":")[2]
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in config.args]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        unknown = set(config.args) - set(inspect.signature(function).parameters)
+        if unknown and not takes_any:
+            raise ConfigError(
+                f"reward '{config.use}' takes no argument '{sorted(unknown)[0]}'; it takes {', '.join(p.name for p in named)}."
+            )
+        return cls(
+            name=name,
+            weight=config.weight,
+            function=function,
+            arguments=tuple(p.name for p in named),
+            optional=frozenset(p.name for p in named if p.default is not p.empty),
+            fixed=dict(config.args),
+            builtin=config.use in REWARDS.parts,
+        )
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns a row must have."""
+        return [a for a in self.arguments if a not in GIVEN and a not in self.optional]
+
+    def inputs(self, sample: Sample) -> dict[str, Any]:
+        """The function's keyword arguments for one sample."""
+        given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample}
+        row = sample.prompt.columns
+        found = {a: given[a] if a in given else row[a] for a in self.arguments if a in given or a in row}
+        return {**found, **self.fixed}
+
+    async def __call__(self, sample: Sample) -> float | None:
+        inputs = self.inputs(sample)
+        if inspect.iscoroutinefunction(self.function):
+            value = await self.function(**inputs)
+        elif self.builtin:
+            value = self.function(**inputs)
+        else:
+            value = await asyncio.to_thread(self.function, **inputs)
+        return check_value(self.name, value)
+
+
+def check_value(name: str, value: Any) -> float | None:
+    """A finite number or None; anything else is the function's fault and says so."""
+    if value is None:
+        return None
+    if not isinstance(value, int | float) and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, int | float):
+        raise BadReward(f"reward '{name}' returned {value!r}, a {type(value).__name__}; it must return a number or None")
+    if not math.isfinite(value):
+        raise BadReward(f"reward '{name}' returned {value}; it must return a finite number or None")
+    return float(value)
+
+
+class Scorer:
+    """Scores samples with the rewards of their domain."""
+
+    def __init__(self, by_domain: Mapping[str, Sequence[RewardConfig]], timeout: float = 30.0) -> None:
+        import drumroll.rewards.text  # noqa: F401  the built-ins register themselves
+
+        self.timeout = timeout
+        self._rewards = {domain: [Reward.bind(c) for c in configs] for domain, configs in by_domain.items()}
+
+    def rewards(self, domain: str) -> list[Reward]:
+        """The rewards of a domain, or those for all."""
+        found = self._rewards.get(domain) or self._rewards.get(ALL_DOMAINS)
+        if not found:
+            raise ConfigError(f"no reward for domain '{domain}'; `reward` names {', '.join(self._rewards) or 'none'}.")
+        return found
+
+    def required_columns(self, domain: str) -> list[tuple[str, str]]:
+        """(column, reward that asks for it) of a domain's rows."""
+        return [(column, f"reward '{r.name}'") for r in self.rewards(domain) for column in r.columns]
+
+    async def score(self, sample: Sample) -> None:
+        """Fill in the sample's reward, or its failure."""
+        total, applicable = 0.0, False
+        for reward in self.rewards(sample.prompt.domain):
+            try:
+                async with asyncio.timeout(self.timeout):
+                    value = await reward(sample)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                text = f"took longer than {self.timeout:g} s" if isinstance(error, TimeoutError) else str(error)
+                sample.failure = Failure(type(error).__name__, f"reward '{reward.name}'", text)
+                return
+            if value is not None:
+                sample.rewards[reward.name] = value
+                total += reward.weight * value
+                applicable = applicable or reward.weight != 0
+        if applicable:
+            sample.reward = total
+        else:
+            sample.failure = Failure("NotApplicable", "rewards", "every reward returned None")

@@ -1,0 +1,104 @@
+"""Measuring the model on held-out sets: avg@k and pass@k, each set with its own sampling."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from drumroll.config.eval import EvalConfig, EvalSetConfig
+from drumroll.data.render import Renderer
+from drumroll.data.rows import read
+from drumroll.data.source import Reader, RequiredColumns
+from drumroll.engines import Request, Sampling
+from drumroll.errors import DataError
+from drumroll.rollout.scheduler import Decode, Generate, Score, attempt
+from drumroll.sample import Prompt, Sample, sample_seed
+
+
+@dataclass
+class EvalSet:
+    """A held-out set, read once. Its problems do not depend on the run's seed."""
+
+    name: str
+    config: EvalSetConfig
+    prompts: list[Prompt]
+
+
+def open_sets(config: EvalConfig, renderer: Renderer, required: RequiredColumns) -> list[EvalSet]:
+    """Read all sets."""
+    sets = []
+    for name, each in config.sets.items():
+        reader = Reader(f"eval.sets.{name}", each, renderer, required)
+        rows = list(read(reader.name, each, seed=0))
+        if not rows:
+            raise DataError(f"eval.sets.{name} holds no rows.")
+        sets.append(EvalSet(name, each, [reader.prompt(row, i) for i, row in enumerate(rows)]))
+    return sets
+
+
+class Evaluator:
+    """Generates and scores the held-out sets."""
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        sets: list[EvalSet],
+        generate: Generate,
+        scorer: Score,
+        decode: Decode,
+        seed: int,
+        max_tokens: int,
+    ) -> None:
+        self.config = config
+        self.sets = sets
+        self.generate = generate
+        self.scorer = scorer
+        self.decode = decode
+        self.seed = seed
+        self.max_tokens = max_tokens
+
+    async def run(self, step: int) -> tuple[dict[str, float], list[Sample]]:
+        """Metrics of all sets, and the samples they rest on."""
+        metrics: dict[str, float] = {}
+        samples: list[Sample] = []
+        for each in self.sets:
+            config = each.config
+            own = Sampling(config.temperature, config.max_tokens or self.max_tokens, (), config.top_p, config.top_k)
+            found = await self._measure(each, own, config.samples, f"eval/{each.name}/{step}")
+            metrics |= self._metrics(f"eval/{each.name}", found, config.samples)
+            samples += found
+            if config.sampled:
+                sampled = await self._measure(
+                    each, Sampling(1.0, own.max_tokens), config.sampled, f"sampled/{each.name}/{step}"
+                )
+                metrics |= self._metrics(f"eval/{each.name}/sampled", sampled, config.sampled)
+        return metrics, samples
+
+    async def _measure(self, each: EvalSet, sampling: Sampling, count: int, stream: str) -> list[Sample]:
+        samples = [Sample(prompt, draw, i) for draw, prompt in enumerate(each.prompts) for i in range(count)]
+
+        async def one(sample: Sample) -> None:
+            seed = sample_seed(self.seed, stream, sample.draw, sample.index)
+            place = sample.draw * count + sample.index
+            request = Request(f"{stream}/{sample.id}", sample.prompt.tokens, sampling, seed, place)
+            await attempt(sample, request, self.generate, self.decode)
+            await self.scorer.score(sample)
+
+        await asyncio.gather(*(one(sample) for sample in samples))
+        return samples
+
+    def _metrics(self, name: str, samples: list[Sample], count: int) -> dict[str, float]:
+        """A failed sample counts as 0: an evaluation must not improve by failing."""
+        rewards = [s.reward or 0.0 for s in samples]
+        metrics = {name: sum(rewards) / len(rewards)}
+        if count > 1:
+            groups = [rewards[i : i + count] for i in range(0, len(rewards), count)]
+            passed = [max(g) > self.config.pass_threshold for g in groups]
+            metrics[f"{name}/pass@{count}"] = sum(passed) / len(passed)
+        return metrics
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """The number by which checkpoints are compared."""
+        names = [self.config.best_by] if self.config.best_by else [each.name for each in self.sets]
+        return sum(metrics[f"eval/{name}"] for name in names) / max(1, len(names))

@@ -1,0 +1,164 @@
+"""The vocabulary: prompts, samples and their traces, groups, states and fates.
+
+Every other module speaks these words. This file holds plain data only: no tensors, no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any
+
+Message = dict[str, Any]
+Version = int
+
+
+class Owner(IntEnum):
+    """Who wrote a token. Only the policy's tokens are trained on."""
+
+    PROMPT = 0
+    POLICY = 1
+    ENVIRONMENT = 2
+
+
+class StopReason(StrEnum):
+    """Why a sample's generation ended."""
+
+    EOS = "eos"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    CONTEXT = "context"
+    ABORTED = "aborted"
+
+
+class State(StrEnum):
+    """Where a sample is on its way. A sample that has ended carries a `Fate` instead."""
+
+    QUEUED = "queued"
+    GENERATING = "generating"
+    ACTING = "acting"
+    SCORING = "scoring"
+    SCORED = "scored"
+    ACCEPTED = "accepted"
+
+
+class Fate(StrEnum):
+    """How a sample ended; every sample started gets exactly one."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    STALE = "stale"
+    FAILED = "failed"
+    ABORTED = "aborted"
+    SUPERSEDED = "superseded"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A dataset row: what the model sees (as read and as tokens), its domain, and columns for rewards."""
+
+    id: str
+    domain: str
+    content: str | tuple[Message, ...]
+    tokens: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def stable_id(content: Any) -> str:
+        """An id that depends only on the content, so that it is the same in every process and run."""
+        text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(slots=True)
+class Trace:
+    """A linear token sequence; per token its owner, its log-prob when sampled, and the weights that sampled it.
+
+    `logprobs` and `versions` are meaningful for policy tokens only (0.0 and -1 elsewhere).
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    owners: list[Owner] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[Version] = field(default_factory=list)
+
+    def extend(
+        self,
+        tokens: list[int],
+        owner: Owner,
+        logprobs: list[float] | None = None,
+        versions: list[Version] | None = None,
+    ) -> None:
+        """Append tokens of one owner; policy tokens come with their log-probs and versions."""
+        assert (owner is Owner.POLICY) == (logprobs is not None) == (versions is not None)
+        self.tokens += tokens
+        self.owners += [owner] * len(tokens)
+        self.logprobs += logprobs if logprobs is not None else [0.0] * len(tokens)
+        self.versions += versions if versions is not None else [-1] * len(tokens)
+        assert len(self.tokens) == len(self.owners) == len(self.logprobs) == len(self.versions)
+
+    def policy_tokens(self) -> list[int]:
+        """The tokens the model wrote."""
+        return [t for t, o in zip(self.tokens, self.owners, strict=True) if o is Owner.POLICY]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a sample failed: the exception's kind, the boundary it crossed, its text."""
+
+    kind: str
+    boundary: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} in {self.boundary}: {self.text}"
+
+
+@dataclass(slots=True)
+class Sample:
+    """One attempt at a prompt."""
+
+    prompt: Prompt
+    draw: int
+    index: int
+    state: State | Fate = State.QUEUED
+    traces: list[Trace] = field(default_factory=list)
+    completion: str = ""
+    stop: StopReason | None = None
+    reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    failure: Failure | None = None
+    times: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """Unique within a run and stable across resumes: draw number and place in the group."""
+        return f"{self.draw}.{self.index}"
+
+    def policy_length(self) -> int:
+        """How many tokens the model wrote in all."""
+        return sum(len(t.policy_tokens()) for t in self.traces)
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one drawn prompt."""
+
+    prompt: Prompt
+    draw: int
+    samples: list[Sample]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The rewards of the samples that have one."""
+        return [s.reward for s in self.samples if s.reward is not None]
+
+
+def sample_seed(run_seed: int, stream: str, draw: int, index: int) -> int:
+    """The 63-bit seed of a sample's random numbers: independent of how batches were composed."""
+    digest = hashlib.sha256(f"{run_seed}/{stream}/{draw}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,249 @@
+"""What surrounds every pipeline's loop: evaluation, files, checkpoints, terminal, interruption.
+
+A pipeline calls `start`, then `commit` once per step, then `finish`. What a commit has written is never redone; what
+came after the last checkpoint is cut off on resume and done again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from drumroll.cluster.workers import Workers
+from drumroll.errors import Interrupted
+from drumroll.learners import Learner
+from drumroll.observe.progress import Progress
+from drumroll.observe.report import write_report
+from drumroll.observe.trackers import Trackers
+from drumroll.rollout.evaluation import Evaluator
+from drumroll.sample import Sample
+from drumroll.store.files import new_folder
+from drumroll.store.run import Run
+
+Metrics = dict[str, float]
+
+
+class Resumable(Protocol):
+    """A part of the loop whose place is kept in checkpoints."""
+
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Session:
+    """One training run from its first step, or from its last checkpoint, to its end."""
+
+    def __init__(self, run: Run, workers: Workers, evaluator: Evaluator | None, progress: Progress, *, resume: bool) -> None:
+        self.run = run
+        self.config = run.config
+        self.workers = workers
+        self.evaluator = evaluator
+        self.progress = progress
+        self.trackers = Trackers(run)
+        self.step = 0
+        self.resume = resume
+        self.before: Metrics = {}
+        self.after: Metrics = {}
+        self._earlier_seconds = 0.0
+        self._began = time.monotonic()
+        self._stage_times: Metrics = {}
+        self._resumable: Resumable | None = None
+        self._committed: dict[str, Any] = {}
+
+    def watch(self, part: Resumable) -> None:
+        """Keep this part's place in checkpoints."""
+        self._resumable = part
+
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """Time a stage; it shows as `time/<name>` and in the terminal."""
+        self.progress.stage(name)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._stage_times[f"time/{name}"] = self._stage_times.get(f"time/{name}", 0.0) + time.monotonic() - began
+
+    # --- the three calls of a pipeline ---
+
+    async def start(self) -> None:
+        """Return to the last checkpoint, or evaluate the untrained model."""
+        steps = self.run.checkpoints.steps()
+        if self.resume and steps:
+            await self._restore(steps[-1])
+        else:
+            self.run.rewind(-1)
+            self._committed = self._state()
+            self.before = self.after = await self._evaluate()
+            self.run.append_metrics(0, self.before | self._take_times())
+            self.trackers.log(0, self.before)
+            self._committed = self._state()
+        self.progress.begin(self.step, self.before)
+
+    async def commit(self, metrics: Metrics, samples: Sequence[Sample] = ()) -> None:
+        """Make a step durable: its rollouts and metrics first, its checkpoint last."""
+        self.step += 1
+        self._committed = self._state()
+        config, last = self.config, self.step == self.config.steps
+        metrics |= _speeds(metrics, self._stage_times)
+        if samples:
+            self.run.write_rollouts("train", self.step, samples)
+        score: float | None = None
+        if last or (config.eval.every and self.step % config.eval.every == 0):
+            score = await self._evaluate_step(metrics)
+        metrics |= self._take_times()
+        self.run.append_metrics(self.step, metrics)
+        self.trackers.log(self.step, metrics)
+        self.progress.committed(self.step, metrics)
+        best = score is not None and score > self.run.checkpoints.best_score()
+        if best or last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
+            await self._save()
+        if best and score is not None:
+            self.run.checkpoints.mark_best(self.step, score)
+
+    async def finish(self) -> None:
+        """Export the model, summarise, report. A run that ended before `steps` is evaluated and saved here."""
+        if self.step and self.step < self.config.steps:
+            metrics: Metrics = {}
+            await self._evaluate_step(metrics)
+            self.run.append_metrics(self.step, metrics | self._take_times())
+            await self._save()
+        with new_folder(self.run.model_path) as folder:
+            await self.workers.actor.call(0, Learner.export, folder)
+        self.run.write_summary(self.summary())
+        write_report(self.run)
+        self.trackers.close()
+        self.progress.finish(self.run, self.summary())
+
+    def summary(self) -> dict[str, Any]:
+        """Before and after per held-out set, steps and seconds."""
+
+        def pick(metrics: Metrics, suffix: str) -> Metrics:
+            sets = self.evaluator.sets if self.evaluator else []
+            names = [(s.name, f"eval/{s.name}{suffix}") for s in sets]
+            return {name: metrics[key] for name, key in names if key in metrics}
+
+        return {
+            "name": self.config.name,
+            "model": self.config.model,
+            "seed": self.config.seed,
+            "steps": self.step,
+            "seconds": round(self.seconds(), 2),
+            "before": pick(self.before, ""),
+            "after": pick(self.after, ""),
+            "before_sampled": pick(self.before, "/sampled"),
+            "after_sampled": pick(self.after, "/sampled"),
+            "best_step": self.run.checkpoints.best_step(),
+        }
+
+    def seconds(self) -> float:
+        """Time spent in this run, earlier sessions of it included."""
+        return self._earlier_seconds + time.monotonic() - self._began
+
+    # --- evaluation and checkpoints ---
+
+    async def _evaluate(self) -> Metrics:
+        if self.evaluator is None:
+            return {}
+        with self.stage("eval"):
+            metrics, samples = await self.evaluator.run(self.step)
+        self.run.write_rollouts("eval", self.step, samples)
+        return metrics
+
+    async def _evaluate_step(self, metrics: Metrics) -> float | None:
+        """Evaluate now; returns the score that checkpoints are compared by."""
+        self.after = await self._evaluate()
+        metrics |= self.after
+        return self.evaluator.score(self.after) if self.evaluator else None
+
+    def _take_times(self) -> Metrics:
+        times = dict(self._stage_times)
+        self._stage_times.clear()
+        return times
+
+    def _state(self) -> dict[str, Any]:
+        loop = self._resumable.state() if self._resumable else {}
+        return {"loop": loop, "before": self.before, "after": self.after}
+
+    async def _save(self) -> None:
+        with self.stage("checkpoint"):
+            state = {**self._committed, "before": self.before, "after": self.after, "seconds": self.seconds()}
+
+            async def write(folder: Path) -> None:
+                await self.workers.actor.call(0, Learner.save, folder)
+
+            await self.run.checkpoints.save(self.step, write, state)
+
+    async def _restore(self, step: int) -> None:
+        self.run.rewind(step)
+        state = self.run.checkpoints.state(step)
+        await self.workers.actor.call(0, Learner.load, self.run.checkpoints.path(step))
+        await self.workers.publish(step)
+        if self._resumable:
+            self._resumable.restore(state["loop"])
+        self.step, self.before, self.after = step, state["before"], state["after"]
+        self._earlier_seconds = state["seconds"]
+        self._committed = self._state()
+
+    # --- interruption ---
+
+    async def drive(self, loop: Coroutine[Any, Any, None]) -> None:
+        """Run a pipeline's loop; on Ctrl-C end it, save where it stands, and say how to go on."""
+        task = asyncio.ensure_future(loop)
+        interrupted = False
+
+        def stop() -> None:
+            nonlocal interrupted
+            interrupted = True
+            self.workers.interrupt()
+            task.cancel()
+
+        with _on_interrupt(stop):
+            try:
+                await task
+            except (asyncio.CancelledError, Interrupted):
+                if not interrupted:
+                    raise
+                await self._save_interrupted()
+            finally:
+                self.progress.close()
+
+    async def _save_interrupted(self) -> None:
+        with suppress(ValueError):
+            saved = self.run.checkpoints.steps()
+            if self._committed and await self.workers.actor.call(0, Learner.whole) and self.step not in saved:
+                await self._save()
+        self.trackers.close()
+        steps = self.run.checkpoints.steps()
+        where = f"after step {steps[-1]}" if steps else "before the first step"
+        raise Interrupted(f"interrupted; saved {where}. Continue with: drumroll train --resume {self.run.path}")
+
+
+def _speeds(metrics: Metrics, times: Metrics) -> Metrics:
+    """Generated tokens per second of generation, and of the whole step."""
+    tokens, seconds = metrics.get("rollout/tokens", metrics.get("train/tokens", 0.0)), sum(times.values())
+    speeds = {"time/step": seconds, "time/tokens_per_s": tokens / max(seconds, 1e-9)}
+    if "time/rollout" in times:
+        speeds["rollout/tokens_per_s"] = tokens / max(times["time/rollout"], 1e-9)
+    return speeds
+
+
+@contextmanager
+def _on_interrupt(stop: Callable[[], None]) -> Generator[None]:
+    """Call `stop` on SIGINT and SIGTERM while the block runs; does nothing outside the main thread."""
+    loop = asyncio.get_running_loop()
+    handled = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(number, stop)
+            handled.append(number)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)

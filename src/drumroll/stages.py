@@ -1,0 +1,117 @@
+"""The stages of the loop as public functions: use them in any order, replace one, or write the loop out yourself.
+
+`examples/loop.py` does exactly that and gets the same losses as the controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drumroll.algorithms import Algorithm
+from drumroll.batch import Batch, pack
+from drumroll.cluster.workers import Workers, open_workers
+from drumroll.config import AnyConfig, RLConfig
+from drumroll.data.render import Renderer
+from drumroll.data.source import PromptSource
+from drumroll.engines import Completion, Engine, Request
+from drumroll.learners import Learner, Metrics, Update
+from drumroll.rewards import Scorer
+from drumroll.rollout.evaluation import Evaluator, open_sets
+from drumroll.rollout.lifecycle import Listener
+from drumroll.rollout.scheduler import Rollouts
+from drumroll.sample import Group
+
+__all__ = ["Generator", "advantages", "infer", "open_evaluator", "open_rollouts", "open_workers", "pack", "publish", "update"]
+
+
+@dataclass
+class Generator:
+    """The rollout role as plain functions: a request to its completion, tokens to text."""
+
+    workers: Workers
+
+    async def generate(self, request: Request) -> Completion:
+        """Send a request to an engine."""
+        return await self.workers.rollout.call(0, Engine.generate, request)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of a completion, for rewards and people; never for the loss."""
+        return self.workers.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listener] = ()) -> Rollouts:
+    """The stream of scored groups."""
+    scorer = Scorer(config.rewards(), config.rollout.reward_timeout)
+    source = PromptSource(config.data, config.seed, Renderer(workers.tokenizer), scorer.required_columns)
+    generator = Generator(workers)
+    return Rollouts(config.rollout, config.seed, source, generator.generate, scorer, generator.decode, listeners=listeners)
+
+
+def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
+    """The held-out sets, or None when the config names none."""
+    if not config.eval.sets:
+        return None
+    scorer = Scorer(config.rewards())
+    sets = open_sets(config.eval, Renderer(workers.tokenizer), scorer.required_columns)
+    generator = Generator(workers)
+    longest = config.rollout.max_tokens if isinstance(config, RLConfig) else config.eval_max_tokens
+    return Evaluator(config.eval, sets, generator.generate, scorer, generator.decode, config.seed, longest)
+
+
+def open_algorithm(config: RLConfig) -> Algorithm:
+    """The algorithm's parts. One update per batch needs no log-probs of the policy before it."""
+    samples = config.rollout.prompts * config.rollout.samples
+    single = config.optim.epochs == 1 and (config.optim.minibatch or samples) >= samples
+    return Algorithm(config.algorithm, single_update=single)
+
+
+async def infer(workers: Workers, algorithm: Algorithm, batch: Batch, temperature: float) -> Batch:
+    """Only the forward passes that the algorithm needs."""
+    if algorithm.needs.old_logprobs:
+        batch = batch.with_(old=await workers.actor.call(0, Learner.logprobs, batch, temperature))
+    if algorithm.needs.reference:
+        assert workers.reference is not None, "a KL term needs the reference role"
+        batch = batch.with_(reference=await workers.reference.call(0, Learner.logprobs, batch, temperature))
+    return batch
+
+
+def advantages(algorithm: Algorithm, batch: Batch) -> Batch:
+    """Rewards become one advantage per trained token."""
+    return algorithm.advantages(batch)
+
+
+async def update(workers: Workers, algorithm: Algorithm, batch: Batch, temperature: float) -> Metrics:
+    """Train the actor on a batch."""
+    work = Update(batch, algorithm.loss, algorithm.aggregate, temperature)
+    return await workers.actor.call(0, Learner.update, work)
+
+
+async def publish(workers: Workers, version: int) -> None:
+    """Give the engines the actor's new weights."""
+    await workers.publish(version)
+
+
+def describe(groups: Sequence[Group], failed: int) -> dict[str, Any]:
+    """What the rollouts of a step look like, as metrics."""
+    samples = [s for g in groups for s in g.samples]
+    lengths = [s.policy_length() for s in samples]
+    metrics: dict[str, float] = {
+        "rollout/tokens": float(sum(lengths)),
+        "rollout/length": sum(lengths) / len(lengths),
+        "rollout/length_max": float(max(lengths)),
+        "rollout/truncated": sum(s.stop in ("length", "context") for s in samples) / len(samples),
+        "rollout/failed": float(failed),
+        "rollout/zero_variance": sum(len(set(g.rewards)) < 2 for g in groups) / len(groups),
+    }
+    by_domain: dict[str, list[Any]] = {}
+    for sample in samples:
+        by_domain.setdefault(sample.prompt.domain, []).append(sample)
+    for domain, own in sorted(by_domain.items()):
+        metrics[f"reward/{domain}"] = sum(s.reward for s in own) / len(own)
+        parts = sorted({name for s in own for name in s.rewards})
+        for part in parts if len(parts) > 1 else ():
+            values = [s.rewards[part] for s in own if part in s.rewards]
+            metrics[f"reward/{domain}/{part}"] = sum(values) / len(values)
+    return metrics

@@ -1,0 +1,59 @@
+"""Checkpoints: whole or absent. The newest, the best and the last few are kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from drumroll.store.files import new_folder, write_text
+
+STATE = "state.json"
+BEST = "best.json"
+
+
+class Checkpoints:
+    """The `checkpoints/` folder of a run."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.folder / f"step-{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        found = (p for p in self.folder.glob("step-*") if (p / STATE).exists())
+        return sorted(int(p.name.removeprefix("step-")) for p in found)
+
+    async def save(self, step: int, write: Callable[[Path], Awaitable[None]], state: Mapping[str, Any]) -> None:
+        """Write a checkpoint; it exists only once all of it is on disk. Then drop those no longer kept."""
+        with new_folder(self.path(step)) as folder:
+            await write(folder)
+            (folder / STATE).write_text(json.dumps({"step": step, **state}, indent=2))
+        kept = {*self.steps()[-self.keep :], self.best_step()}
+        for old in self.steps():
+            if old not in kept:
+                shutil.rmtree(self.path(old))
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The controller's part of a checkpoint."""
+        return json.loads((self.path(step) / STATE).read_text("utf-8"))
+
+    def best_step(self) -> int | None:
+        """The step of the best checkpoint so far."""
+        path = self.folder / BEST
+        return json.loads(path.read_text("utf-8"))["step"] if path.exists() else None
+
+    def best_score(self) -> float:
+        """The score of the best checkpoint so far."""
+        path = self.folder / BEST
+        return json.loads(path.read_text("utf-8"))["score"] if path.exists() else float("-inf")
+
+    def mark_best(self, step: int, score: float) -> None:
+        """Remember a checkpoint as the best."""
+        write_text(self.folder / BEST, json.dumps({"step": step, "score": score}))

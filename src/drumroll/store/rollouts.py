@@ -1,0 +1,79 @@
+"""Samples as Parquet rows: readable by pandas, duckdb and this module, with every token's facts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from drumroll.sample import Sample
+
+TRACE = pa.struct(
+    [
+        ("tokens", pa.list_(pa.int32())),
+        ("owners", pa.list_(pa.int8())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("versions", pa.list_(pa.int32())),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("kind", pa.string()),
+        ("id", pa.string()),
+        ("prompt_id", pa.string()),
+        ("domain", pa.string()),
+        ("prompt", pa.string()),
+        ("completion", pa.string()),
+        ("columns", pa.string()),
+        ("stop", pa.string()),
+        ("fate", pa.string()),
+        ("reward", pa.float32()),
+        ("rewards", pa.string()),
+        ("failure", pa.string()),
+        ("times", pa.string()),
+        ("traces", pa.list_(TRACE)),
+    ]
+)
+
+
+def _row(step: int, kind: str, sample: Sample) -> dict[str, Any]:
+    content = sample.prompt.content
+    return {
+        "step": step,
+        "kind": kind,
+        "id": sample.id,
+        "prompt_id": sample.prompt.id,
+        "domain": sample.prompt.domain,
+        "prompt": content if isinstance(content, str) else json.dumps(content),
+        "completion": sample.completion,
+        "columns": json.dumps(dict(sample.prompt.columns), default=str),
+        "stop": sample.stop,
+        "fate": sample.state,
+        "reward": sample.reward,
+        "rewards": json.dumps(sample.rewards),
+        "failure": str(sample.failure) if sample.failure else None,
+        "times": json.dumps(sample.times),
+        "traces": [
+            {"tokens": t.tokens, "owners": [int(o) for o in t.owners], "logprobs": t.logprobs, "versions": t.versions}
+            for t in sample.traces
+        ],
+    }
+
+
+def write_samples(path: Path, step: int, kind: str, samples: Sequence[Sample]) -> None:
+    """Write one file of samples."""
+    table = pa.Table.from_pylist([_row(step, kind, s) for s in samples], schema=SCHEMA)
+    pq.write_table(table, path, compression="zstd")
+
+
+def read_samples(path: Path) -> Iterator[dict[str, Any]]:
+    """Read them back as plain rows."""
+    for row in pq.read_table(path).to_pylist():
+        for column in ("columns", "rewards", "times"):
+            row[column] = json.loads(row[column])
+        yield row

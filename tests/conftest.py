@@ -1,0 +1,66 @@
+"""Shared by all tests: a small recipe, and the command line called in this process."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "model": "tiny",
+    "steps": 2,
+    "data": {
+        "train": {
+            "sums": {"source": "drumroll.data.problems:sums"},
+            "reversal": {"source": "drumroll.data.problems:reversal"},
+        },
+        "max_prompt_tokens": 16,
+    },
+    "rollout": {"prompts": 4, "samples": 4, "max_tokens": 8},
+    "roles": {"rollout": {"slots": 16}},
+    "reward": "exact",
+    "optim": {"lr": 1e-3},
+    "eval": {"sets": {"sums": {"source": "drumroll.data.problems:sums", "limit": 8}}},
+}
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    for key, value in changes.items():
+        base[key] = _merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+    return base
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A small recipe writing below tmp_path, with changes merged in."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        return _merge({**copy.deepcopy(SMALL), "output": str(tmp_path / "runs")}, changes)
+
+    return make
+
+
+@pytest.fixture
+def drumroll(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Call the command line; returns exit code, stdout, stderr."""
+    from drumroll.cli import main
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["drumroll", *arguments])
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call

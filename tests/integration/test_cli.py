@@ -1,0 +1,167 @@
+"""The command line: quick, and every mistake is one sentence with exit code 2."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def recipe(small, tmp_path):
+    def write(**changes):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(small(**changes)))
+        return str(path)
+
+    return write
+
+
+def mistake(result, *sentences):
+    code, _, err = result
+    assert code == 2, result
+    assert "Traceback" not in err
+    assert err.startswith(("drumroll: ", "Usage: "))
+    for sentence in sentences:
+        assert sentence in err, err
+
+
+def test_missing_and_bad_recipes(drumroll, tmp_path):
+    mistake(drumroll("train"), "nothing to train")
+    mistake(drumroll("train", "nowhere.yaml"), "cannot read the recipe nowhere.yaml: No such file")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    mistake(drumroll("train", str(tmp_path / "bad.yaml")), "bad.yaml:1:", "not valid YAML")
+    mistake(drumroll("trian"), "No such command 'trian'", "Did you mean 'train'?")
+    mistake(drumroll("train", "--resume", str(tmp_path)), "it is not a run directory")
+    mistake(drumroll("run", "status", "nowhere"), "there is no such directory")
+
+
+def test_bad_values(drumroll, recipe):
+    mistake(drumroll("train", recipe(), "optim.lrr=1"), "unknown key 'optim.lrr'")
+    mistake(drumroll("train", recipe(), "steps=many"), "valid integer")
+    mistake(drumroll("train", recipe(model="tinny")), "'tinny' is not known. Did you mean 'tiny'?")
+    mistake(drumroll("train", recipe(model="./nowhere", name="n")), "there is no directory ./nowhere")
+    mistake(drumroll("train", recipe(roles={"actor": {"device": "cuda"}}, name="c")), "torch sees no CUDA device")
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_fetched(drumroll, recipe):
+    mistake(drumroll("train", recipe(model="nobody/no-such-model")), "is neither a local directory nor a built-in", "Offline")
+
+
+def test_bad_data(drumroll, recipe, tmp_path):
+    def rows(text, **more):
+        (tmp_path / "rows.jsonl").write_text(text)
+        train = {"sums": {"source": "rows.jsonl"}, "reversal": {"source": "rows.jsonl"}}
+        return drumroll("train", recipe(data={"train": train}, **more), "--overwrite")
+
+    mistake(rows(""), "holds no rows")
+    mistake(rows('{"prompt": "a"}\n'), "row 1 lacks the column 'answer', which reward 'exact' needs")
+    mistake(rows('{"question": "a", "answer": 1}\n'), "lacks the column 'prompt'")
+    missing = {"train": {"sums": {"source": "gone.jsonl"}, "reversal": {"source": "gone.jsonl"}}}
+    mistake(drumroll("train", recipe(data=missing), "--overwrite"), "cannot read", "No such file")
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("return float('nan')", "returned nan"),
+        ("return 'yes'", "returned 'yes', a str"),
+        ("raise ValueError('my bug')", "ValueError in reward 'correct': my bug"),
+    ],
+)
+def test_a_reward_that_always_fails_stops_after_the_first_batch(drumroll, recipe, tmp_path, body, sentence):
+    name = f"rewards_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(f"def correct(completion, answer):\n    {body}\n")
+    path = recipe(reward=f"{name}:correct", eval={"sets": {}})
+    mistake(drumroll("train", path, "steps=50"), "all 16 samples of the step failed", sentence)
+
+
+def test_a_reward_that_does_not_exist(drumroll, recipe, tmp_path):
+    mistake(drumroll("train", recipe(reward="exat")), "Did you mean 'exact'?")
+    (tmp_path / "some_rewards.py").write_text("def correct(completion): return 1\n")
+    mistake(drumroll("train", recipe(reward="some_rewards:corect", name="x")), "has no 'corect'. Did you mean 'correct'?")
+
+
+def test_a_run_from_start_to_look(drumroll, recipe, tmp_path):
+    path = recipe()
+    code, out, _ = drumroll("train", path)
+    assert code == 0
+    folder = tmp_path / "runs" / "small"
+    assert "step 2/2" in out
+    assert str(folder) in out.replace("\n", "")
+    assert {"config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "model", "summary.json", "report.html"} <= {
+        p.name for p in folder.iterdir()
+    }
+    mistake(drumroll("train", path), "is not empty. Continue it with --resume")
+    code, out, _ = drumroll("run", "status", str(folder))
+    assert (code, "finished, step 2 of 2" in out) == (0, True)
+    code, out, _ = drumroll("run", "samples", str(folder), "--kind", "train")
+    assert (code, "trained" in out) == (0, True)
+    assert drumroll("run", "report", str(folder))[0] == 0
+    code, out, _ = drumroll("eval", str(folder))
+    assert f"{json.loads((folder / 'summary.json').read_text())['after']['sums']:.4f}" in out
+    code, out, _ = drumroll("train", "--resume", str(folder), "steps=3")
+    assert (code, "step 3/3" in out) == (0, True)
+
+
+def test_dry_run_shows_config_and_arithmetic_and_writes_nothing(drumroll, recipe, tmp_path):
+    code, out, _ = drumroll("train", recipe(), "--dry-run")
+    assert code == 0
+    assert "4 prompts × 4 samples = 16 samples a step" in out
+    assert yaml.safe_load("\n".join(line for line in out.splitlines() if not line.startswith("#")))["steps"] == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_explain(drumroll):
+    code, out, _ = drumroll("explain", "optim.lr", str(ROOT / "recipes/quickstart/recipe.yaml"))
+    assert code == 0
+    assert "recipe.yaml:" in out
+    assert "rollout.prompts" in drumroll("explain")[1]
+    mistake(drumroll("explain", "optim.lrr"), "Did you mean 'optim.lr'?")
+
+
+@pytest.mark.parametrize("when", ["rollout", "train"])
+def test_ctrl_c_saves_and_the_run_resumes(recipe, tmp_path, when):
+    """A real process, a real signal. Slots of 1 make generation slow; a huge batch makes the update slow."""
+    slow = (
+        {"roles": {"rollout": {"slots": 1}}}
+        if when == "rollout"
+        else {"rollout": {"prompts": 64}, "optim": {"micro_tokens": 64}}
+    )
+    path = recipe(steps=10_000, eval={"sets": {}}, **slow)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "drumroll", "train", path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    metrics = tmp_path / "runs" / "small" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        time.sleep(0.05)
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 130
+    assert "drumroll train --resume" in err
+    assert "Traceback" not in err
+    from drumroll import train
+    from drumroll.store.run import Run
+
+    run = Run.open(tmp_path / "runs" / "small")
+    step = run.checkpoints.steps()[-1]
+    assert step == run.metrics[-1]["step"]
+    resumed = train(resume=run.path, overrides=[f"steps={step + 1}"])
+    assert [m["step"] for m in resumed.metrics] == list(range(step + 2))

@@ -1,0 +1,68 @@
+"""A real chat model through our attention and our engine. Brings the model (93 MB) on first use."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from drumroll.data.render import Renderer
+from drumroll.engines import Request, Sampling
+from drumroll.engines.native import NativeEngine
+from drumroll.models import smollm2
+from drumroll.models.attention import Packed
+from drumroll.models.loading import load
+from drumroll.sample import StopReason
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = ("What is 7+5?", "Name three colours of the rainbow, in one short sentence.")
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return smollm2.fetch()
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load(str(folder))
+
+
+def test_the_directory_is_an_ordinary_chat_model(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+
+
+def test_a_second_fetch_changes_nothing(folder):
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert smollm2.fetch() == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+@torch.no_grad()
+def test_packed_prompts_have_the_logits_of_plain_transformers(folder, model):
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    prompts = [torch.tensor(Renderer(model.tokenizer).prompt(question)) for question in QUESTIONS]
+    layout = Packed(torch.tensor([len(prompt) for prompt in prompts]))
+    packed = model.module(
+        input_ids=torch.cat(prompts)[None], position_ids=layout.positions(), use_cache=False, layout=layout
+    ).logits[0]
+    alone = torch.cat([plain(input_ids=prompt[None]).logits[0] for prompt in prompts])
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-3)
+
+
+def test_the_native_engine_answers_in_chat(model):
+    engine = NativeEngine(model, slots=1, context=128)
+    try:
+        prompt = Renderer(model.tokenizer).prompt(QUESTIONS[0])
+        request = Request("sum", prompt, Sampling(temperature=0, max_tokens=32), seed=0)
+        completion = asyncio.run(engine.generate(request))
+    finally:
+        engine.close()
+    assert "12" in model.tokenizer.decode(completion.tokens)
+    assert completion.stop is StopReason.EOS

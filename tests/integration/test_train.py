@@ -1,0 +1,218 @@
+"""Whole runs with the tiny model: they learn, repeat to the byte, resume, and leave what they promise."""
+
+import asyncio
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import drumroll
+from drumroll.config import RLConfig, load
+
+ROOT = Path(__file__).parents[2]
+LEARNING = {
+    "steps": 30,
+    "rollout": {"prompts": 32, "samples": 8},
+    "roles": {"rollout": {"slots": 256}},
+    "optim": {"lr": 4e-4, "warmup": 3},
+    "eval": {"sets": {"sums": {"limit": 100}, "reversal": {"source": "drumroll.data.problems:reversal", "limit": 100}}},
+}
+
+
+def untimed(run):
+    """Metrics without timings, as bytes."""
+    lines = [{k: v for k, v in m.items() if not k.startswith("time/") and k != "rollout/tokens_per_s"} for m in run.metrics]
+    return json.dumps(lines)
+
+
+def test_it_really_learns(small):
+    run = drumroll.train(small(**LEARNING))
+    before, after = run.summary["before"], run.summary["after"]
+    assert all(value < 0.4 for value in before.values())
+    assert all(after[name] > before[name] + 0.25 for name in before), (before, after)
+    assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
+
+
+def test_deterministic_runs_are_byte_equal(small):
+    runs = [drumroll.train(small(name=name, deterministic=True, steps=3, eval={"every": 1})) for name in ("a", "b")]
+    assert untimed(runs[0]) == untimed(runs[1])
+    assert [s["traces"] for s in runs[0].samples] == [s["traces"] for s in runs[1].samples]
+    other = drumroll.train(small(name="c", deterministic=True, steps=3, eval={"every": 1}, seed=1))
+    assert untimed(other) != untimed(runs[0])
+
+
+@pytest.mark.parametrize("pipeline", ["rl", "sft"])
+def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline):
+    changes = {"deterministic": True, "eval": {"every": 2}, "checkpoint": {"every": 1}}
+    if pipeline == "sft":
+        rows = {"source": "drumroll.data.problems:demonstrations", "args": {"task": "sums", "flawed": 0.5}}
+        changes |= {"pipeline": "sft", "batch": 8, "data": {"train": {"sums": rows, "reversal": rows}}}
+
+    def recipe(**more):
+        made = small(**changes, **more)
+        if pipeline == "sft":
+            del made["rollout"]
+        return made
+
+    whole = drumroll.train(recipe(name="whole", steps=4))
+    first = drumroll.train(recipe(name="parts", steps=2))
+    resumed = drumroll.train(resume=first.path, overrides=["steps=4"])
+    assert untimed(resumed) == untimed(whole)
+    assert resumed.summary["after"] == whole.summary["after"]
+
+
+def test_the_written_out_loop_has_the_same_losses(small):
+    spec = importlib.util.spec_from_file_location("loop", ROOT / "examples" / "loop.py")
+    assert spec is not None
+    assert spec.loader is not None
+    loop = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loop)
+    recipe = small(deterministic=True, steps=3, optim={"lr": 1e-3, "minibatch": 8}, algorithm={"kl": 0.01})
+    config = load(recipe).config
+    assert isinstance(config, RLConfig)
+    seen = []
+    asyncio.run(loop.train(config, lambda step, metrics: seen.append(metrics)))
+    run = drumroll.train(recipe)
+    names = ("train/loss", "train/grad_norm", "train/entropy", "train/kl_reference", "train/mismatch")
+    assert [[m[n] for n in names] for m in seen] == [[m[n] for n in names] for m in run.metrics[1:]]
+    assert seen[0]["train/loss"] != seen[1]["train/loss"]
+
+
+def test_the_final_model_is_a_plain_hugging_face_directory(small):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = drumroll.train(small(steps=1))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run.model_path), AutoTokenizer.from_pretrained(run.model_path)
+    out = model.generate(**tokenizer("1+2+3=", return_tensors="pt"), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert out.shape[1] > 6
+    scores = drumroll.evaluate(run.path, run.path / "config.yaml")
+    assert scores["eval/sums"] == run.summary["after"]["sums"]
+
+
+def test_kl_starts_at_zero_and_ratios_at_one(small):
+    first, second = drumroll.train(small(algorithm={"kl": 0.1})).metrics[1:]
+    assert abs(first["train/kl_reference"]) < 1e-6 < second["train/kl_reference"]
+    assert first["train/ratio_max"] == 1.0
+
+
+def test_a_second_minibatch_is_off_policy(small):
+    run = drumroll.train(small(optim={"lr": 1e-3, "minibatch": 8}))
+    assert run.metrics[1]["train/ratio_max"] > 1.0
+    assert run.metrics[1]["train/mismatch"] < 1e-4
+
+
+def test_bfloat16_weights_with_float32_masters(small):
+    run = drumroll.train(small(roles={"actor": {"dtype": "bfloat16"}}))
+    assert 0 < run.metrics[1]["train/mismatch"] < 0.5
+    from safetensors.torch import load_file
+
+    saved = load_file(run.checkpoints.path(2) / "master.safetensors")
+    assert all(t.dtype == torch.float32 for t in saved.values())
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    module = types.ModuleType("mine")
+    monkeypatch.setitem(sys.modules, "mine", module)
+    return module
+
+
+def test_failing_rewards_are_recorded_and_the_run_goes_on(small, mine):
+    def sometimes(sample):
+        if sample.index == 0:
+            raise RuntimeError("index zero is unlucky")
+        return 1.0
+
+    mine.sometimes = sometimes
+    run = drumroll.train(small(reward="mine:sometimes", eval={"sets": {}}))
+    failed = [s for s in run.samples if s["fate"] == "failed"]
+    assert run.metrics[1]["rollout/failed"] == 4
+    assert len(failed) == 8
+    assert failed[0]["failure"] == "RuntimeError in reward 'sometimes': index zero is unlucky"
+    assert sum(s["fate"] == "trained" for s in run.samples) == 24
+
+
+def test_several_domains_and_rewards_have_their_own_curves(small):
+    run = drumroll.train(small(reward={"sums": ["exact", {"use": "length", "weight": 0.1}], "reversal": "exact"}))
+    assert {"reward/sums", "reward/sums/exact", "reward/sums/length", "reward/reversal"} <= set(run.metrics[1])
+
+
+def test_evaluation_reports_avg_and_pass_at_k(small):
+    sets = {
+        "sums": {"samples": 4, "temperature": 1.0, "top_p": 0.9},
+        "greedy": {"source": "drumroll.data.problems:sums", "limit": 8},
+    }
+    run = drumroll.train(small(steps=4, eval={"every": 2, "sets": sets, "best_by": "sums"}))
+    assert [m["step"] for m in run.metrics if "eval/sums" in m] == [0, 2, 4]
+    assert all(m["eval/sums"] <= m["eval/sums/pass@4"] for m in run.metrics if "eval/sums" in m)
+    assert run.checkpoints.best_step() in (2, 4)
+    assert run.checkpoints.best_step() in run.checkpoints.steps()
+
+
+def test_supervised_training_on_chat_and_completion_rows(small, tmp_path):
+    from drumroll.models import tiny
+
+    folder = tmp_path / "chatty"
+    tiny.random_model(0).save_pretrained(folder)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"prompt": "c", "completion": "d"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = small(pipeline="sft", model=str(folder), batch=8, steps=80, optim={"lr": 3e-3})
+    del recipe["rollout"], recipe["reward"], recipe["eval"]
+    recipe["data"] = {"train": {"rows": {"source": str(tmp_path / "rows.jsonl")}}}
+    run = drumroll.train(recipe)
+    losses = [m["train/loss"] for m in run.metrics[1:]]
+    assert losses[-1] < 0.1 < losses[0]
+    assert "train/mismatch" not in run.metrics[1]
+
+
+def test_trackers(small):
+    run = drumroll.train(small(steps=1, trackers=[{"kind": "tensorboard"}, {"kind": "wandb", "mode": "offline"}]))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    assert events.Scalars("reward/sums")[0].value == pytest.approx(run.metrics[1]["reward/sums"])
+    assert list((run.path / "wandb").glob("offline-run-*"))
+
+
+def test_a_missing_extra_is_named_with_its_install_command(small, monkeypatch):
+    from drumroll.errors import MissingExtra
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'drumroll\[wandb\]'"):
+        drumroll.train(small(trackers=[{"kind": "wandb"}]))
+
+
+def test_training_inside_a_running_event_loop(small):
+    async def notebook():
+        return drumroll.train(small(steps=1))
+
+    assert asyncio.run(notebook()).summary["steps"] == 1
+
+
+def test_epochs_end_a_run_early(small, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}+1=", "answer": i + 1}) for i in range(8)))
+    recipe = small(steps=50)
+    recipe["data"] = {"train": {"rows": {"source": str(tmp_path / "rows.jsonl")}}, "epochs": 1, "max_prompt_tokens": 16}
+    assert drumroll.train(recipe).summary["steps"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_quickstart_keeps_its_promise(seed, tmp_path):
+    run = drumroll.train(ROOT / "recipes/quickstart/recipe.yaml", [f"seed={seed}", f"output={tmp_path}"])
+    summary = run.summary
+    assert all(value < 0.40 for value in [*summary["before"].values(), *summary["before_sampled"].values()])
+    assert all(value > 0.85 for value in summary["after"].values())

@@ -1,0 +1,212 @@
+"""Packing loses nothing, and cutting a batch changes neither its tokens nor its gradient."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drumroll.algorithms import Algorithm
+from drumroll.algorithms.advantages import ESTIMATORS
+from drumroll.algorithms.losses import AGGREGATIONS, PPOLoss, SFTLoss, token_mean
+from drumroll.batch import pack
+from drumroll.config.algorithm import AlgorithmConfig
+from drumroll.config.optim import OptimConfig
+from drumroll.learners import Update
+from drumroll.learners.torch import TorchLearner
+from drumroll.models.loading import load
+from drumroll.sample import Group, Owner, Prompt, Sample, Trace
+
+
+def make_trace(segments):
+    trace = Trace()
+    trace.extend([1], Owner.PROMPT)
+    for owner, tokens in segments:
+        if owner is Owner.POLICY:
+            trace.extend(tokens, owner, [-0.1 * t for t in tokens], [3] * len(tokens))
+        else:
+            trace.extend(tokens, owner)
+    return trace
+
+
+tokens = st.lists(st.integers(3, 60), min_size=1, max_size=6)
+segments = st.lists(st.tuples(st.sampled_from(list(Owner)), tokens), min_size=1, max_size=4)
+rewards = st.floats(-2, 2, width=32)
+
+
+@st.composite
+def groups(draw):
+    made = []
+    for g in range(draw(st.integers(1, 4))):
+        prompt = Prompt(str(g), "d", "", (1,))
+        samples = [
+            Sample(
+                prompt,
+                g,
+                i,
+                traces=[make_trace(s) for s in draw(st.lists(segments, min_size=1, max_size=2))],
+                reward=draw(rewards),
+            )
+            for i in range(draw(st.integers(1, 4)))
+        ]
+        made.append(Group(prompt, g, samples))
+    return made
+
+
+@given(groups())
+def test_packing_keeps_every_token_in_order(made):
+    batch = pack(made)
+    traces = [t for g in made for s in g.samples for t in s.traces]
+    assert batch.tokens.tolist() == [t for trace in traces for t in trace.tokens]
+    assert batch.mask.tolist() == [o is Owner.POLICY for trace in traces for o in trace.owners]
+    assert batch.versions[batch.mask].eq(3).all()
+    assert batch.lengths.tolist() == [len(trace.tokens) for trace in traces]
+    assert batch.policy_lengths().tolist() == [s.policy_length() for g in made for s in g.samples]
+    assert batch.rewards.tolist() == [s.reward for g in made for s in g.samples]
+
+
+@given(groups(), st.integers(1, 40))
+def test_micro_batches_partition_the_traces(made, budget):
+    batch = pack(made)
+    chunks = batch.micro_batches(budget)
+    assert sorted(t for c in chunks for t in c) == list(range(batch.num_traces))
+    for chunk in chunks:
+        total = sum(int(batch.lengths[t]) for t in chunk)
+        assert total <= budget or len(chunk) == 1
+
+
+@given(groups(), st.randoms())
+def test_select_follows_the_traces(made, random):
+    batch = pack(made)
+    order = list(range(batch.num_traces))
+    random.shuffle(order)
+    picked = batch.select(order)
+    ends = torch.cumsum(batch.lengths, 0).tolist()
+    spans = [(end - int(n), end) for end, n in zip(ends, batch.lengths, strict=True)]
+    assert picked.tokens.tolist() == [t for i in order for t in batch.tokens[slice(*spans[i])].tolist()]
+    assert picked.sample_of.tolist() == [int(batch.sample_of[i]) for i in order]
+
+
+@given(groups(), st.booleans())
+def test_grpo_equals_its_formula(made, normalise):
+    batch = pack(made)
+    got = ESTIMATORS.get("grpo")(batch.rewards, batch.group_of, AlgorithmConfig(normalise_std=normalise)).tolist()
+    expected = []
+    for group in made:
+        values = [float(s.reward) for s in group.samples]
+        mean = sum(values) / len(values)
+        std = (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
+        expected += [(v - mean) / (std + 1e-6) if normalise and std > 1e-6 else 0.0 if normalise else v - mean for v in values]
+    assert got == pytest.approx(expected, abs=1e-4)
+
+
+@given(groups())
+def test_advantages_reach_policy_tokens_only(made):
+    batch = Algorithm(AlgorithmConfig(), single_update=True).advantages(pack(made))
+    assert batch.advantages is not None
+    assert batch.advantages[~batch.mask].eq(0).all()
+
+
+@given(groups())
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_token_weights_sum_to_one(name, made):
+    batch = pack(made)
+    weights = AGGREGATIONS[name](batch)
+    assert weights[~batch.mask].eq(0).all()
+    assert float(weights.sum()) == pytest.approx(1.0 if batch.mask.any() else 0.0, abs=1e-5)
+
+
+@given(st.lists(st.floats(-3, 0), min_size=1, max_size=8), st.floats(0, 0.9), st.floats(0, 2), st.randoms())
+def test_ppo_loss_equals_its_formula(old, low, high, random):
+    from drumroll.algorithms.losses import Tokens
+
+    new = [o + random.uniform(-1, 1) for o in old]
+    advantages = [random.uniform(-2, 2) for _ in old]
+    t = {k: torch.tensor(v, dtype=torch.float64) for k, v in {"old": old, "new": new, "a": advantages}.items()}
+    loss, _ = PPOLoss(low, high)(Tokens(t["new"], t["new"], t["old"], t["old"], t["a"], None))
+    for value, o, n, a in zip(loss.tolist(), old, new, advantages, strict=True):
+        ratio = 2.718281828459045 ** (n - o)
+        assert value == pytest.approx(-min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a), abs=1e-9)
+
+
+def random_groups(count=6, samples=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high, n=None):
+        values = torch.randint(low, high, (n or 1,), generator=generator).tolist()
+        return values if n else values[0]
+
+    made = []
+    for g in range(count):
+        prompt = Prompt(str(g), "d", "", (1,))
+        shared = draw(3, 60, draw(2, 9))
+        own = [make_trace([(Owner.PROMPT, shared), (Owner.POLICY, draw(3, 60, draw(1, 9)))]) for _ in range(samples)]
+        rewards = [float(draw(0, 2)) for _ in range(samples)] if g % 2 else [1.0] * samples
+        made.append(
+            Group(
+                prompt,
+                g,
+                [Sample(prompt, g, i, traces=[t], reward=r) for i, (t, r) in enumerate(zip(own, rewards, strict=True))],
+            )
+        )
+    return made
+
+
+def gradient(batch, loss, aggregate=token_mean, micro_tokens=10_000, dtype="float64"):
+    """The whole gradient of one update, as a vector (clipping off, learning rate 0)."""
+    model = load("tiny-random", dtype=dtype, seed=1)
+    learner = TorchLearner(model, OptimConfig(lr=0.0, grad_clip=0, micro_tokens=micro_tokens), total_steps=1)
+    grads = []
+    learner.optimizer.step = lambda: grads.extend(p.grad.clone().flatten() for p in learner.master)  # type: ignore[method-assign]
+    learner.update(Update(batch, loss, aggregate))
+    return torch.cat(grads)
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-10), ("float32", 1e-5)])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_gradient_does_not_depend_on_micro_batches_or_order(dtype, bound, aggregation):
+    batch = Algorithm(AlgorithmConfig(), single_update=True).advantages(pack(random_groups()))
+    loss, aggregate = PPOLoss(0.2, 0.2), AGGREGATIONS[aggregation]
+    whole = gradient(batch, loss, aggregate, dtype=dtype)
+    assert whole.norm() > 1e-6
+    assert relative(gradient(batch, loss, aggregate, micro_tokens=17, dtype=dtype), whole) < bound
+    shuffled = batch.select(list(reversed(range(batch.num_traces))))
+    assert relative(gradient(shuffled, loss, aggregate, dtype=dtype), whole) < bound
+
+
+def test_skipping_zero_advantage_traces_is_exact():
+    batch = Algorithm(AlgorithmConfig(), single_update=True).advantages(pack(random_groups()))
+
+    class Never(PPOLoss):
+        skips_zero_advantage = False
+
+    assert relative(gradient(batch, PPOLoss(0.2, 0.2)), gradient(batch, Never(0.2, 0.2))) < 1e-10
+
+
+def test_gradient_equals_plain_padded_transformers():
+    """Against Hugging Face's own attention on a padded batch, by the textbook loss."""
+    batch = pack(random_groups())
+    ours = gradient(batch, SFTLoss())
+    model = load("tiny-random", dtype="float64", seed=1).module
+    model.set_attn_implementation("eager")
+    width = int(batch.lengths.max())
+    ids, mask = torch.zeros(batch.num_traces, width, dtype=torch.int64), torch.zeros(batch.num_traces, width)
+    trained = torch.zeros(batch.num_traces, width, dtype=torch.bool)
+    start = 0
+    for row, length in enumerate(batch.lengths.tolist()):
+        ids[row, :length] = batch.tokens[start : start + length]
+        mask[row, :length] = 1
+        trained[row, :length] = batch.mask[start : start + length]
+        start += length
+    logprobs = torch.log_softmax(model(input_ids=ids, attention_mask=mask).logits[:, :-1], -1)
+    chosen = logprobs.gather(2, ids[:, 1:, None])[..., 0]
+    (-(chosen[trained[:, 1:]]).mean()).backward()
+    plain = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert relative(ours, plain) < 1e-6
+
+
+settings.register_profile("default", deadline=None, max_examples=60)
+settings.load_profile("default")

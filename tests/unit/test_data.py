@@ -1,0 +1,183 @@
+"""Rows in, prompts out: shares hold, splits never meet, the order resumes, mistakes are named."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drumroll.config.data import DataConfig, DatasetConfig
+from drumroll.data.problems import TASKS, demonstrations
+from drumroll.data.render import Renderer
+from drumroll.data.rows import read
+from drumroll.data.source import PromptSource
+from drumroll.errors import DataError
+from drumroll.models import tiny
+
+RENDERER = Renderer(tiny.tokenizer())
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def chat_renderer(template=TEMPLATE):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    return Renderer(tokenizer)
+
+
+def source(tmp_path, rows, required=lambda domain: (), renderer=RENDERER, dataset=(), **config):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    train = {"rows": DatasetConfig(source=str(path), **dict(dataset))}
+    return PromptSource(DataConfig(train=train, **config), 0, renderer, required)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_splits_never_meet(task):
+    train = {r["prompt"] for r in itertools.islice(TASKS[task]("train", 0), 3000)}
+    held_out = {r["prompt"] for r in itertools.islice(TASKS[task]("held_out", 1), 1000)}
+    assert train
+    assert held_out
+    assert not train & held_out
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_teachers_are_wrong_as_often_as_told(task):
+    rows = list(itertools.islice(demonstrations("train", 0, task, 0.7), 2000))
+    wrong = sum(r["completion"] != r["answer"] for r in rows) / 2000
+    assert 0.6 < wrong < 0.75
+    assert all(r["completion"] in (r["answer"], r["flawed"]) for r in rows)
+
+
+@given(st.dictionaries(st.sampled_from("abcde"), st.floats(0.05, 5), min_size=1), st.integers(1, 200))
+def test_mixture_holds_to_one_prompt_at_any_time(mixture, draws):
+    train = {n: DatasetConfig(source="drumroll.data.problems:sums") for n in mixture}
+    made = PromptSource(DataConfig(train=train, mixture=mixture), 0, RENDERER)
+    counts = dict.fromkeys(mixture, 0)
+    total = sum(mixture.values())
+    for n in range(1, draws + 1):
+        counts[made.draw().domain] += 1
+        for name, share in mixture.items():
+            assert abs(counts[name] - share / total * n) <= max(1, len(mixture) - 1)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_epochs_cover_every_row_and_the_order_resumes(tmp_path, shuffle):
+    rows = [{"prompt": f"p{i}"} for i in range(7)]
+    made = source(tmp_path, rows, shuffle=shuffle)
+    drawn = [made.draw().content for _ in range(21)]
+    for epoch in range(3):
+        assert sorted(drawn[7 * epoch : 7 * epoch + 7]) == sorted(r["prompt"] for r in rows)
+    assert (drawn[:7] == drawn[7:14]) != shuffle
+    resumed = source(tmp_path, rows, shuffle=shuffle)
+    other = source(tmp_path, rows, shuffle=shuffle)
+    for _ in range(10):
+        other.draw()
+    resumed.restore(json.loads(json.dumps(other.state())))
+    assert [resumed.draw().content for _ in range(11)] == drawn[10:]
+
+
+def test_function_sources_resume():
+    config = DataConfig(train={"sums": DatasetConfig(source="drumroll.data.problems:sums")})
+    first = PromptSource(config, 5, RENDERER)
+    drawn = [first.draw().content for _ in range(20)]
+    second = PromptSource(config, 5, RENDERER)
+    for _ in range(8):
+        second.draw()
+    third = PromptSource(config, 5, RENDERER)
+    third.restore(second.state())
+    assert [third.draw().content for _ in range(12)] == drawn[8:]
+
+
+def test_epochs_end_the_data(tmp_path):
+    made = source(tmp_path, [{"prompt": "a"}, {"prompt": "b"}], epochs=2)
+    for _ in range(4):
+        assert not made.exhausted()
+        made.draw()
+    assert made.exhausted()
+
+
+def test_overlong_prompts(tmp_path):
+    rows = [{"prompt": "x" * 50}, {"prompt": "ok"}]
+    dropping = source(tmp_path, rows, max_prompt_tokens=10, shuffle=False)
+    assert [dropping.draw().content for _ in range(3)] == ["ok"] * 3
+    assert dropping.overlong == 3
+    cut = source(tmp_path, rows, max_prompt_tokens=10, shuffle=False, overlong="truncate").draw()
+    assert len(cut.tokens) == 10
+    with pytest.raises(DataError, match=r"51 tokens, more than data.max_prompt_tokens=10"):
+        source(tmp_path, rows, max_prompt_tokens=10, shuffle=False, overlong="fail").draw()
+    with pytest.raises(DataError, match="1000 prompts in a row"):
+        source(tmp_path, rows[:1], max_prompt_tokens=10).draw()
+
+
+def test_missing_columns_are_named(tmp_path):
+    made = source(tmp_path, [{"prompt": "a", "result": 1}], required=lambda domain: [("answer", "reward 'exact'")])
+    with pytest.raises(DataError, match="row 1 lacks the column 'answer', which reward 'exact' needs; it has prompt, result"):
+        made.draw()
+    with pytest.raises(DataError, match="lacks the column 'prompt', which the prompt needs"):
+        source(tmp_path, [{"question": "a"}]).draw()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("rows.jsonl", "", "holds no rows"),
+        ("rows.jsonl", '{"a": 1}\n{oops', "rows.jsonl:2 is not valid JSON"),
+        ("rows.jsonl", "3\n", "must be an object"),
+        ("rows.json", "{}", "must hold a list"),
+        ("rows.parquet", "junk", "could not be parsed"),
+        ("rows.txt", "junk", "no known kind"),
+    ],
+)
+def test_bad_files(tmp_path, name, text, sentence):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        read("data.train.x", DatasetConfig(source=str(path)), 0)
+    assert sentence in str(caught.value)
+
+
+def test_files_of_all_kinds_read_the_same(tmp_path):
+    import csv
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "r.json").write_text(json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet")
+    with (tmp_path / "r.csv").open("w") as file:
+        writer = csv.DictWriter(file, ["prompt", "answer"])
+        writer.writeheader()
+        writer.writerows(rows)
+    for kind in ("jsonl", "json", "parquet", "csv"):
+        assert read("x", DatasetConfig(source=str(tmp_path / f"r.{kind}")), 0) == rows
+
+
+def test_plain_text_and_chat_rendering():
+    plain = RENDERER.prompt("1+1=")
+    assert RENDERER.tokenizer.decode(plain, skip_special_tokens=True) == "1+1="
+    chat = chat_renderer()
+    assert chat.tokenizer.decode(chat.prompt("hi")) == "<user>hi</><assistant>"
+    assert chat.tokenizer.decode(chat.prompt("hi", system="be kind")) == "<system>be kind</><user>hi</><assistant>"
+    assert chat.tokenizer.decode(chat.prompt("hi", chat=False), skip_special_tokens=True) == "hi"
+    assert chat.tokenizer.decode(chat.answer("hi", "yo"), skip_special_tokens=True) == "yo</>"
+    with pytest.raises(DataError, match="has no chat template"):
+        RENDERER.prompt(({"role": "user", "content": "hi"},))
+
+
+def test_an_unstable_template_is_reported():
+    unstable = chat_renderer("{{ messages | length }}" + TEMPLATE)
+    with pytest.raises(DataError, match="not prefix-stable: the prompt alone reads '1<user>hi"):
+        unstable.answer("hi", "yo")
+
+
+def test_chat_rows_give_their_last_turn_as_completion(tmp_path):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    made = source(tmp_path, [{"messages": turns}], renderer=chat_renderer())
+    prompt, reader = made.draw_with_reader()
+    assert prompt.content == (turns[0],)
+    assert reader.renderer.tokenizer.decode(reader.answer(prompt), skip_special_tokens=True) == "yo</>"

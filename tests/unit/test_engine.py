@@ -1,0 +1,203 @@
+"""The native engine writes what the learner would predict, whatever else it is writing."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from drumroll.batch import pack
+from drumroll.config.optim import OptimConfig
+from drumroll.engines import Request, Sampling
+from drumroll.engines.native import NativeEngine
+from drumroll.engines.sampler import choose, keyed_uniform
+from drumroll.learners.torch import TorchLearner
+from drumroll.models.loading import load
+from drumroll.rollout.scheduler import attempt
+from drumroll.sample import Group, Prompt, Sample, StopReason
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("tiny-random", seed=0)
+
+
+def requests(count, *, seed=0, temperature=1.0, max_tokens=12):
+    rng = random.Random(seed)
+    prompts = [tuple(rng.randint(3, 60) for _ in range(rng.randint(1, 9))) for _ in range(count // 3 + 1)]
+    return [
+        Request(f"r{i}", rng.choice(prompts), Sampling(temperature, max_tokens), i * 31 + seed, place=i) for i in range(count)
+    ]
+
+
+def run(engine, wanted, *, stagger=False):
+    async def go():
+        async def one(request):
+            if stagger:
+                await asyncio.sleep(random.random() * 0.05)
+            return await engine.generate(request)
+
+        return await asyncio.gather(*(one(r) for r in wanted))
+
+    return asyncio.run(go())
+
+
+@pytest.fixture
+def engine(model):
+    made = NativeEngine(model, slots=8, context=32)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fixed(model):
+    made = NativeEngine(model, slots=8, context=32, fixed_shape=True)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("which", ["engine", "fixed"])
+def test_logprobs_equal_the_learners(which, model, request):
+    engine = request.getfixturevalue(which)
+    learner = TorchLearner(model, OptimConfig(), total_steps=1)
+    wanted = requests(30, temperature=0.7)
+    groups = []
+    for i, one in enumerate(wanted):
+        prompt = Prompt(str(i), "d", "", one.tokens)
+        sample = Sample(prompt, i, 0, reward=0.0)
+        asyncio.run(attempt(sample, one, engine.generate, model.tokenizer.decode))
+        groups.append(Group(prompt, i, [sample]))
+    batch = pack(groups)
+    gap = (learner.logprobs(batch, 0.7) - batch.behaviour)[batch.mask].abs().max()
+    assert batch.mask.sum() > 100
+    assert gap < 1e-4
+
+
+def test_greedy_equals_transformers_generate(engine, model):
+    wanted = requests(20, temperature=0.0, max_tokens=10)
+    ours = run(engine, wanted)
+    model.module.set_attn_implementation("eager")
+    try:
+        for request, completion in zip(wanted, ours, strict=True):
+            plain = model.module.generate(
+                torch.tensor([request.tokens]), max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=list(model.eos)
+            )
+            assert completion.tokens == plain[0, len(request.tokens) :].tolist()
+    finally:
+        model.module.set_attn_implementation("drumroll")
+
+
+def test_fixed_shape_is_bitwise_independent_of_company(fixed):
+    """In deterministic mode neither arrival order nor neighbours change a sample, to the last bit."""
+    wanted = requests(40)
+    alone = [run(fixed, [r])[0] for r in wanted]
+    together = run(fixed, wanted)
+    shuffled = list(wanted)
+    random.Random(1).shuffle(shuffled)
+    again = dict(zip([r.id for r in shuffled], run(fixed, shuffled, stagger=True), strict=True))
+    for request, a, b in zip(wanted, alone, together, strict=True):
+        assert a.tokens == b.tokens == again[request.id].tokens
+        assert a.logprobs == b.logprobs == again[request.id].logprobs
+
+
+def test_more_requests_than_slots_all_end(engine):
+    ended = run(engine, requests(100), stagger=True)
+    assert len(ended) == 100
+    assert all(0 < len(c.tokens) <= 12 and len(c.tokens) == len(c.logprobs) == len(c.versions) for c in ended)
+
+
+def test_same_seed_same_tokens_other_seed_other_tokens(engine):
+    first, second = run(engine, requests(20)), run(engine, requests(20))
+    assert [c.tokens for c in first] == [c.tokens for c in second]
+    other = [Request(r.id, r.tokens, r.sampling, r.seed + 1) for r in requests(20)]
+    assert [c.tokens for c in first] != [c.tokens for c in run(engine, other)]
+
+
+def test_abort_returns_what_was_written(engine):
+    async def go():
+        task = asyncio.create_task(engine.generate(Request("long", (5, 6), Sampling(1.0, 29), 1)))
+        queued = [asyncio.create_task(engine.generate(r)) for r in requests(50)]
+        engine.abort("long")
+        engine.abort("unknown")
+        done = await task
+        await asyncio.gather(*queued)
+        return done
+
+    done = asyncio.run(go())
+    assert done.stop in (StopReason.ABORTED, StopReason.EOS, StopReason.CONTEXT, StopReason.LENGTH)
+    assert len(done.tokens) <= 29
+
+
+def test_cancelling_frees_the_slot(engine):
+    async def go():
+        tasks = [asyncio.create_task(engine.generate(r)) for r in requests(8)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return await asyncio.gather(*(engine.generate(r) for r in requests(8, seed=5)))
+
+    assert len(asyncio.run(go())) == 8
+
+
+def test_stop_reasons(engine, model):
+    too_long = Request("a", tuple(range(3, 35)), Sampling(), 0)
+    assert run(engine, [too_long])[0].stop is StopReason.CONTEXT
+    capped = run(engine, [Request("b", (5,), Sampling(1.0, 1), 0)])[0]
+    assert len(capped.tokens) == 1
+    text = model.tokenizer.decode(run(engine, [Request("c", (5,), Sampling(1.0, 8), 3)])[0].tokens)
+    stopped = run(engine, [Request("d", (5,), Sampling(1.0, 8, (text[2:4],)), 3)])[0]
+    assert stopped.stop is StopReason.STOP_STRING
+    assert text[2:4] in model.tokenizer.decode(stopped.tokens)
+
+
+def test_a_broken_model_fails_the_requests_not_the_engine(model):
+    engine = NativeEngine(model, slots=4, context=16)
+    bad = Request("bad", (10_000,), Sampling(), 0)
+    with pytest.raises(IndexError):
+        run(engine, [bad])
+    assert run(engine, requests(4))[0].tokens
+    engine.close()
+
+
+# --- the sampler ---
+
+
+def test_keyed_uniforms_are_uniform_and_keyed():
+    seeds = np.arange(20_000, dtype=np.uint64)
+    values = keyed_uniform(seeds, np.zeros_like(seeds))
+    counts, _ = np.histogram(values, bins=50, range=(0, 1))
+    chi_square = ((counts - 400) ** 2 / 400).sum()
+    assert chi_square < 94  # 49 degrees of freedom: p > 1e-4
+    assert (keyed_uniform(seeds, np.zeros_like(seeds)) == values).all()
+    assert abs(np.corrcoef(values, keyed_uniform(seeds, np.ones_like(seeds)))[0, 1]) < 0.03
+
+
+def test_sampled_distribution_passes_chi_square():
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -torch.inf, 0.5]).expand(40_000, -1)
+    uniform = torch.from_numpy(keyed_uniform(np.arange(40_000, dtype=np.uint64), np.full(40_000, 7, dtype=np.uint64)))
+    tokens, logprobs = choose(logits, torch.full((40_000,), 0.8), uniform)
+    expected = torch.softmax(logits[0] / 0.8, 0) * 40_000
+    counts = torch.bincount(tokens, minlength=6)
+    assert counts[4] == 0
+    live = expected > 0
+    assert float(((counts[live] - expected[live]) ** 2 / expected[live]).sum()) < 23.5  # 4 degrees: p > 1e-4
+    assert torch.allclose(logprobs, torch.log_softmax(logits[0] / 0.8, 0)[tokens])
+
+
+def test_extreme_uniforms_stay_in_range():
+    logits = torch.tensor([[0.0, -50.0, -torch.inf], [-torch.inf, 0.0, 0.0]])
+    for u in (0.0, 1.0 - 2**-53):
+        tokens, logprobs = choose(logits, torch.ones(2), torch.full((2,), u, dtype=torch.float64))
+        assert torch.isfinite(logprobs).all(), (u, tokens)
+
+
+def test_top_k_and_top_p_restrict():
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).expand(2000, -1)
+    uniform = torch.from_numpy(keyed_uniform(np.arange(2000, dtype=np.uint64), np.zeros(2000, dtype=np.uint64)))
+    ones = torch.ones(2000)
+    top2, _ = choose(logits, ones, uniform, ones, torch.full((2000,), 2))
+    assert set(top2.tolist()) == {0, 1}
+    nucleus, _ = choose(logits, ones, uniform, torch.full((2000,), 0.8), torch.zeros(2000, dtype=torch.int64))
+    assert set(nucleus.tolist()) == {0, 1}

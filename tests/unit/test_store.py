@@ -1,0 +1,163 @@
+"""What is written is whole or absent, and a full or read-only disk is one sentence."""
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from drumroll.config import load
+from drumroll.errors import StoreError
+from drumroll.sample import Failure, Fate, Owner, Prompt, Sample, StopReason, Trace
+from drumroll.store.checkpoints import Checkpoints
+from drumroll.store.files import new_folder, write_text
+from drumroll.store.run import Run
+
+
+@pytest.fixture
+def run(small):
+    return Run.create(load(small()).config)
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A real file system of 1 MB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True)
+    if made.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def save(checkpoints, step, write):
+    async def body(folder):
+        write(folder)
+
+    asyncio.run(checkpoints.save(step, body, {"note": "x"}))
+
+
+def test_checkpoints_keep_the_newest_and_the_best(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in range(1, 6):
+        save(checkpoints, step, lambda folder: (folder / "weights").write_text("w"))
+        if step == 2:
+            checkpoints.mark_best(2, 0.5)
+    assert checkpoints.steps() == [2, 4, 5]
+    assert checkpoints.state(5) == {"step": 5, "note": "x"}
+    assert (checkpoints.best_step(), checkpoints.best_score()) == (2, 0.5)
+
+
+def test_a_checkpoint_that_failed_does_not_exist(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    save(checkpoints, 1, lambda folder: (folder / "weights").write_text("w"))
+
+    def broken(folder):
+        (folder / "weights").write_text("half")
+        raise RuntimeError("crash")
+
+    with pytest.raises(RuntimeError):
+        save(checkpoints, 2, broken)
+    assert checkpoints.steps() == [1]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_folder_left_by_a_killed_process_is_not_taken_for_a_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    (tmp_path / ".step-000007.tmp").mkdir()
+    (tmp_path / ".step-000007.tmp" / "state.json").write_text("{}")
+    (tmp_path / "step-000008").mkdir()
+    assert checkpoints.steps() == []
+
+
+def test_full_disk_leaves_no_half_checkpoint(full_disk):
+    checkpoints = Checkpoints(full_disk / "checkpoints", keep=3)
+    save(checkpoints, 1, lambda folder: (folder / "weights").write_bytes(b"x" * 300_000))
+    with pytest.raises(StoreError, match=r"No space left on device. Free some space, then continue with --resume"):
+        save(checkpoints, 2, lambda folder: (folder / "weights").write_bytes(b"x" * 2_000_000))
+    assert checkpoints.steps() == [1]
+    assert sorted(p.name for p in checkpoints.folder.iterdir()) == ["step-000001"]
+
+
+def test_full_disk_under_the_real_learner(full_disk, small):
+    from drumroll.api import train
+
+    with pytest.raises(StoreError, match="Free some space"):
+        train(small(output=str(full_disk), checkpoint={"every": 1}))
+    assert not list((full_disk / "small" / "checkpoints").glob("*"))
+
+
+def test_write_text_replaces_or_keeps(tmp_path):
+    path = tmp_path / "file"
+    write_text(path, "one")
+    path.chmod(0o400)
+    write_text(path, "two")
+    assert path.read_text() == "two"
+    with pytest.raises(StoreError, match="cannot write"):
+        write_text(tmp_path / "missing" / "file", "x")
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").exists(), reason="root ignores permissions")
+def test_read_only_output_is_one_sentence(small):
+    with pytest.raises(StoreError, match="cannot write /proc/sys"):
+        Run.create(load(small(output="/proc/sys")).config)
+
+
+def test_a_run_directory_is_not_overwritten_by_accident(small, run):
+    config = load(small()).config
+    with pytest.raises(StoreError, match=r"is not empty. Continue it with --resume, choose another name=..., or replace"):
+        Run.create(config)
+    Run.create(config, overwrite=True)
+    foreign = Path(config.output) / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("years of work")
+    with pytest.raises(StoreError, match="nothing in it was touched"):
+        Run.create(load(small(name="foreign")).config, overwrite=True)
+    assert (foreign / "thesis.tex").exists()
+
+
+def test_open_says_what_is_missing(tmp_path):
+    with pytest.raises(StoreError, match="there is no such directory"):
+        Run.open(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match=r"it has no config.yaml"):
+        Run.open(tmp_path)
+
+
+def test_samples_come_back_as_written(run):
+    trace = Trace()
+    trace.extend([1, 5], Owner.PROMPT)
+    trace.extend([7, 2], Owner.POLICY, [-0.5, -0.25], [3, 4])
+    prompt = Prompt("p", "d", ({"role": "user", "content": "¿?"},), (1, 5), {"answer": 7})
+    good = Sample(prompt, 3, 1, Fate.TRAINED, [trace], "7", StopReason.EOS, 1.0, {"exact": 1.0})
+    bad = Sample(prompt, 3, 2, Fate.FAILED, [trace], failure=Failure("ValueError", "reward 'x'", "no"))
+    run.write_rollouts("train", 1, [good, bad])
+    first, second = run.samples
+    assert (first["id"], first["reward"], first["fate"], first["stop"]) == ("3.1", 1.0, "trained", "eos")
+    assert first["traces"] == [
+        {"tokens": [1, 5, 7, 2], "owners": [0, 0, 1, 1], "logprobs": [0, 0, -0.5, -0.25], "versions": [-1, -1, 3, 4]}
+    ]
+    assert first["columns"] == {"answer": 7}
+    assert (second["reward"], second["failure"]) == (None, "ValueError in reward 'x': no")
+
+
+def test_rewind_forgets_what_came_after_and_survives_a_torn_line(run):
+    for step in range(4):
+        run.append_metrics(step, {"x": step})
+        run.write_rollouts("train", step, [])
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "x"')
+    assert [m["step"] for m in run.metrics] == [0, 1, 2, 3]
+    run.rewind(2)
+    assert [m["step"] for m in run.metrics] == [0, 1, 2]
+    assert len(list((run.path / "rollouts").glob("*.parquet"))) == 3
+
+
+def test_new_folder_replaces_a_complete_one_only_when_complete(tmp_path):
+    target = tmp_path / "model"
+    with new_folder(target) as folder:
+        (folder / "a").write_text("old")
+    with pytest.raises(KeyError), new_folder(target) as folder:
+        raise KeyError
+    assert (target / "a").read_text() == "old"
