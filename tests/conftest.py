@@ -64,3 +64,16 @@ def drumroll(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         return code, out.out, out.err
 
     return call
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write a user's module; returns its name, importable here and in worker processes."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(text: str) -> str:
+        name = f"mine_{len(list(tmp_path.glob('mine_*.py')))}_{tmp_path.name}"
+        (tmp_path / f"{name}.py").write_text(text)
+        return name
+
+    return write

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drumroll.sample import Group, Owner
+from drumroll.sample import Group, Owner, Version
 
 
 @dataclass
@@ -85,8 +85,8 @@ class Batch:
 PER_TOKEN = ("tokens", "mask", "behaviour", "versions", "old", "reference", "advantages", "weights")
 
 
-def pack(groups: Sequence[Group]) -> Batch:
-    """Pack the scored samples of groups, in the order given."""
+def pack(groups: Sequence[Group], oldest: Version = 0) -> Batch:
+    """Pack the scored samples of groups, in the order given. Tokens of versions before `oldest` are not trained on."""
     samples = [(g, s) for g, group in enumerate(groups) for s in group.samples if s.reward is not None]
     assert samples, "pack needs at least one scored sample"
     traces = [(i, trace) for i, (_, sample) in enumerate(samples) for trace in sample.traces]
@@ -94,7 +94,10 @@ def pack(groups: Sequence[Group]) -> Batch:
     return Batch(
         tokens=torch.tensor([t for _, trace in traces for t in trace.tokens], dtype=torch.int64),
         lengths=torch.tensor([len(trace.tokens) for _, trace in traces], dtype=torch.int64),
-        mask=torch.tensor([o is Owner.POLICY for _, trace in traces for o in trace.owners], dtype=torch.bool),
+        mask=torch.tensor(
+            [o is Owner.POLICY and v >= oldest for _, t in traces for o, v in zip(t.owners, t.versions, strict=True)],
+            dtype=torch.bool,
+        ),
         behaviour=torch.tensor([p for _, trace in traces for p in trace.logprobs], dtype=torch.float32),
         versions=torch.tensor([v for _, trace in traces for v in trace.versions], dtype=torch.int64),
         sample_of=torch.tensor([i for i, _ in traces], dtype=torch.int64),

@@ -16,26 +16,33 @@ async def train(session: Session, config: RLConfig) -> None:
     """Generate, score, train, publish, commit; until the steps are done."""
     workers = session.workers
     algorithm = open_algorithm(config)
-    rollouts = open_rollouts(config, workers)
+    rollouts = open_rollouts(config, workers, [session.open_ledger()])
     session.watch(rollouts)
     temperature = config.rollout.temperature
 
     await session.start()
-    while session.step < config.steps and not rollouts.source.exhausted():
-        with session.stage("rollout"):
-            groups = await rollouts.take(config.rollout.prompts)
-        metrics = describe(groups, failed=len(rollouts.failed))
+    try:
+        while session.step < config.steps and not rollouts.exhausted():
+            with session.stage("rollout"):
+                groups = await rollouts.take(config.rollout.prompts)
+            if not groups:
+                break
+            metrics = describe(groups, rollouts.version) | rollouts.stats.metrics()
 
-        with session.stage("infer"):
-            batch = await infer(workers, algorithm, pack(groups), temperature)
-            batch = advantages(algorithm, batch)
+            with session.stage("infer"):
+                batch = pack(groups, oldest=rollouts.oldest_trainable())
+                batch = await infer(workers, algorithm, batch, temperature)
+                batch = advantages(algorithm, batch)
 
-        with session.stage("train"):
-            metrics |= await update(workers, algorithm, batch, temperature)
+            with session.stage("train"):
+                metrics |= await update(workers, algorithm, batch, temperature)
 
-        with session.stage("publish"):
-            await publish(workers, session.step + 1)
-        rollouts.trained(groups)
+            with session.stage("publish"):
+                await publish(workers, session.step + 1)
+                rollouts.publish(session.step + 1)
+            rollouts.trained(groups)
 
-        await session.commit(metrics, [s for g in groups for s in g.samples] + rollouts.failed)
+            await session.commit(metrics, [s for g in groups for s in g.samples] + rollouts.stats.failed)
+    finally:
+        await rollouts.close()
     await session.finish()

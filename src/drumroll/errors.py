@@ -43,6 +43,10 @@ class RolloutError(DrumrollError):
     """A step that cannot be completed: everything filtered or failed, or no engine left."""
 
 
+class NoEngines(RolloutError):
+    """No engine has been alive for longer than allowed."""
+
+
 class MissingExtra(DrumrollError):
     """An optional dependency that is not installed."""
 

@@ -132,12 +132,18 @@ class Sample:
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     failure: Failure | None = None
-    times: dict[str, float] = field(default_factory=dict)
+    attempt: int = 0
+    history: list[tuple[str, float]] = field(default_factory=list)
 
     @property
     def id(self) -> str:
-        """Unique within a run and stable across resumes: draw number and place in the group."""
-        return f"{self.draw}.{self.index}"
+        """Unique within a run: draw number, place in the group, and which attempt at the draw if not the first."""
+        return f"{self.draw}.{self.index}" if not self.attempt else f"{self.draw}.{self.index}~{self.attempt}"
+
+    def oldest_version(self) -> Version | None:
+        """The oldest weights that wrote any of its tokens."""
+        versions = [v for trace in self.traces for v in trace.versions if v >= 0]
+        return min(versions, default=None)
 
     def policy_length(self) -> int:
         """How many tokens the model wrote in all."""
@@ -151,6 +157,7 @@ class Group:
     prompt: Prompt
     draw: int
     samples: list[Sample]
+    attempt: int = 0
 
     @property
     def rewards(self) -> list[float]:

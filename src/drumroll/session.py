@@ -23,7 +23,8 @@ from drumroll.observe.trackers import Trackers
 from drumroll.rollout.evaluation import Evaluator
 from drumroll.sample import Sample
 from drumroll.store.files import new_folder
-from drumroll.store.run import Run
+from drumroll.store.ledger import Ledger
+from drumroll.store.run import LEDGER, Run
 
 Metrics = dict[str, float]
 
@@ -53,7 +54,13 @@ class Session:
         self._began = time.monotonic()
         self._stage_times: Metrics = {}
         self._resumable: Resumable | None = None
+        self.ledger: Ledger | None = None
         self._committed: dict[str, Any] = {}
+
+    def open_ledger(self) -> Ledger:
+        """The ledger of this run, to be told of every sample."""
+        self.ledger = Ledger(self.run.path / LEDGER)
+        return self.ledger
 
     def watch(self, part: Resumable) -> None:
         """Keep this part's place in checkpoints."""
@@ -73,11 +80,13 @@ class Session:
 
     async def start(self) -> None:
         """Return to the last checkpoint, or evaluate the untrained model."""
-        steps = self.run.checkpoints.steps()
-        if self.resume and steps:
-            await self._restore(steps[-1])
+        last = self._last_committed() if self.resume else None
+        if last is not None:
+            await self._restore(last)
         else:
             self.run.rewind(-1)
+            if self.ledger is not None:
+                self.ledger.resume(0)
             self._committed = self._state()
             self.before = self.after = await self._evaluate()
             self.run.append_metrics(0, self.before | self._take_times())
@@ -101,10 +110,14 @@ class Session:
         self.trackers.log(self.step, metrics)
         self.progress.committed(self.step, metrics)
         best = score is not None and score > self.run.checkpoints.best_score()
-        if best or last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
+        due = best or last or bool(config.checkpoint.every and self.step % config.checkpoint.every == 0)
+        if due:
             await self._save()
         if best and score is not None:
             self.run.checkpoints.mark_best(self.step, score)
+        if self.ledger is not None:
+            self.ledger.commit(self.run.checkpoints.path(self.step) if due else None)
+        self.run.checkpoints.prune()
 
     async def finish(self) -> None:
         """Export the model, summarise, report. A run that ended before `steps` is evaluated and saved here."""
@@ -115,6 +128,7 @@ class Session:
             await self._save()
         with new_folder(self.run.model_path) as folder:
             await self.workers.actor.call(0, Learner.export, folder)
+        self._close_ledger()
         self.run.write_summary(self.summary())
         write_report(self.run)
         self.trackers.close()
@@ -161,6 +175,10 @@ class Session:
         metrics |= self.after
         return self.evaluator.score(self.after) if self.evaluator else None
 
+    def _close_ledger(self) -> None:
+        if self.ledger is not None:
+            self.ledger.close()
+
     def _take_times(self) -> Metrics:
         times = dict(self._stage_times)
         self._stage_times.clear()
@@ -179,8 +197,16 @@ class Session:
 
             await self.run.checkpoints.save(self.step, write, state)
 
+    def _last_committed(self) -> int | None:
+        """The newest checkpoint that a commit names; without a ledger, the newest complete one."""
+        found = self.run.checkpoints.steps()
+        named = self.ledger.checkpoints() if self.ledger is not None else set(found)
+        return max((step for step in found if step in named), default=None)
+
     async def _restore(self, step: int) -> None:
         self.run.rewind(step)
+        if self.ledger is not None:
+            self.ledger.resume(step)
         state = self.run.checkpoints.state(step)
         await self.workers.actor.call(0, Learner.load, self.run.checkpoints.path(step))
         await self.workers.publish(step)
@@ -218,6 +244,9 @@ class Session:
             saved = self.run.checkpoints.steps()
             if self._committed and await self.workers.actor.call(0, Learner.whole) and self.step not in saved:
                 await self._save()
+                if self.ledger is not None:
+                    self.ledger.checkpointed(self.step, self.run.checkpoints.path(self.step))
+        self._close_ledger()
         self.trackers.close()
         steps = self.run.checkpoints.steps()
         where = f"after step {steps[-1]}" if steps else "before the first step"

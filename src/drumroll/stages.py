@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from drumroll.algorithms import Algorithm
@@ -20,33 +19,40 @@ from drumroll.learners import Learner, Metrics, Update
 from drumroll.rewards import Scorer
 from drumroll.rollout.evaluation import Evaluator, open_sets
 from drumroll.rollout.lifecycle import Listener
-from drumroll.rollout.scheduler import Rollouts
+from drumroll.rollout.router import Router
+from drumroll.rollout.scheduler import Decode, Rollouts
 from drumroll.sample import Group
 
-__all__ = ["Generator", "advantages", "infer", "open_evaluator", "open_rollouts", "open_workers", "pack", "publish", "update"]
+__all__ = ["advantages", "infer", "open_evaluator", "open_rollouts", "open_workers", "pack", "publish", "update"]
 
 
-@dataclass
-class Generator:
-    """The rollout role as plain functions: a request to its completion, tokens to text."""
+def open_router(config: RLConfig, workers: Workers) -> Router:
+    """The engines of the rollout role, behind one queue."""
+    router = Router(config.rollout.engine_timeout)
+    for rank in range(workers.rollout.size):
 
-    workers: Workers
+        async def generate(request: Request, rank: int = rank) -> Completion:
+            return await workers.rollout.call(rank, Engine.generate, request)
 
-    async def generate(self, request: Request) -> Completion:
-        """Send a request to an engine."""
-        return await self.workers.rollout.call(0, Engine.generate, request)
+        def interrupt(rank: int = rank) -> None:
+            workers.interrupt_engine(rank)
 
-    def decode(self, tokens: list[int]) -> str:
-        """The text of a completion, for rewards and people; never for the loss."""
-        return self.workers.tokenizer.decode(tokens, skip_special_tokens=True)
+        router.join(f"engine-{rank}", generate, config.roles.rollout.slots, interrupt)
+    return router
+
+
+def decoder(workers: Workers) -> Decode:
+    """Tokens to text, for rewards and people; never for the loss."""
+    return lambda tokens: workers.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listener] = ()) -> Rollouts:
     """The stream of scored groups."""
-    scorer = Scorer(config.rewards(), config.rollout.reward_timeout)
+    scorer = Scorer(config.rewards(), config.rollout.reward_timeout, config.rollout.reward_workers)
+    workers.closing.append(scorer.close)
     source = PromptSource(config.data, config.seed, Renderer(workers.tokenizer), scorer.required_columns)
-    generator = Generator(workers)
-    return Rollouts(config.rollout, config.seed, source, generator.generate, scorer, generator.decode, listeners=listeners)
+    router = open_router(config, workers)
+    return Rollouts(config.rollout, config.seed, source, router, scorer, decoder(workers), listeners=listeners)
 
 
 def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
@@ -54,10 +60,14 @@ def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
     if not config.eval.sets:
         return None
     scorer = Scorer(config.rewards())
+    workers.closing.append(scorer.close)
     sets = open_sets(config.eval, Renderer(workers.tokenizer), scorer.required_columns)
-    generator = Generator(workers)
     longest = config.rollout.max_tokens if isinstance(config, RLConfig) else config.eval_max_tokens
-    return Evaluator(config.eval, sets, generator.generate, scorer, generator.decode, config.seed, longest)
+
+    async def generate(request: Request) -> Completion:
+        return await workers.rollout.call(request.place % workers.rollout.size, Engine.generate, request)
+
+    return Evaluator(config.eval, sets, generate, scorer, decoder(workers), config.seed, longest)
 
 
 def open_algorithm(config: RLConfig) -> Algorithm:
@@ -93,8 +103,8 @@ async def publish(workers: Workers, version: int) -> None:
     await workers.publish(version)
 
 
-def describe(groups: Sequence[Group], failed: int) -> dict[str, Any]:
-    """What the rollouts of a step look like, as metrics."""
+def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """What the groups trained on at a version look like, as metrics."""
     samples = [s for g in groups for s in g.samples]
     lengths = [s.policy_length() for s in samples]
     metrics: dict[str, float] = {
@@ -102,7 +112,7 @@ def describe(groups: Sequence[Group], failed: int) -> dict[str, Any]:
         "rollout/length": sum(lengths) / len(lengths),
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated": sum(s.stop in ("length", "context") for s in samples) / len(samples),
-        "rollout/failed": float(failed),
+        "rollout/staleness": sum(version - (s.oldest_version() or 0) for s in samples) / len(samples),
         "rollout/zero_variance": sum(len(set(g.rewards)) < 2 for g in groups) / len(groups),
     }
     by_domain: dict[str, list[Any]] = {}

@@ -4,7 +4,6 @@ import asyncio
 import importlib.util
 import json
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -114,25 +113,13 @@ def test_bfloat16_weights_with_float32_masters(small):
     assert all(t.dtype == torch.float32 for t in saved.values())
 
 
-@pytest.fixture
-def mine(monkeypatch):
-    module = types.ModuleType("mine")
-    monkeypatch.setitem(sys.modules, "mine", module)
-    return module
-
-
 def test_failing_rewards_are_recorded_and_the_run_goes_on(small, mine):
-    def sometimes(sample):
-        if sample.index == 0:
-            raise RuntimeError("index zero is unlucky")
-        return 1.0
-
-    mine.sometimes = sometimes
-    run = drumroll.train(small(reward="mine:sometimes", eval={"sets": {}}))
+    name = mine("def f(sample):\n    if sample.index == 0: raise RuntimeError('index zero is unlucky')\n    return 1.0")
+    run = drumroll.train(small(reward=f"{name}:f", eval={"sets": {}}))
     failed = [s for s in run.samples if s["fate"] == "failed"]
     assert run.metrics[1]["rollout/failed"] == 4
     assert len(failed) == 8
-    assert failed[0]["failure"] == "RuntimeError in reward 'sometimes': index zero is unlucky"
+    assert failed[0]["failure"] == "RuntimeError in reward 'f': index zero is unlucky"
     assert sum(s["fate"] == "trained" for s in run.samples) == 24
 
 

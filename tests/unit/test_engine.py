@@ -14,7 +14,7 @@ from drumroll.engines.native import NativeEngine
 from drumroll.engines.sampler import choose, keyed_uniform
 from drumroll.learners.torch import TorchLearner
 from drumroll.models.loading import load
-from drumroll.rollout.scheduler import attempt
+from drumroll.rollout.evaluation import attempt
 from drumroll.sample import Group, Prompt, Sample, StopReason
 
 

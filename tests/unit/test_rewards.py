@@ -1,13 +1,12 @@
 """A reward is a plain function; what it may not do is that sample's failure, with the reason."""
 
 import asyncio
-import sys
-import types
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drumroll.cluster.pool import KillablePool, WorkerDied
 from drumroll.config.reward import RewardConfig
 from drumroll.errors import ConfigError
 from drumroll.rewards import REWARDS, Scorer
@@ -15,36 +14,32 @@ from drumroll.rewards.text import exact, number
 from drumroll.sample import Prompt, Sample
 
 
-@pytest.fixture
-def mine(monkeypatch):
-    module = types.ModuleType("mine")
-    monkeypatch.setitem(sys.modules, "mine", module)
-    return module
-
-
 def scored(config, completion="7", timeout=30.0, **columns):
     sample = Sample(Prompt("p", "d", "3+4=", (1,), {"answer": "7", **columns}), 0, 0, completion=completion)
     configs = [RewardConfig(use=config)] if isinstance(config, str) else config
-    asyncio.run(Scorer({"*": configs}, timeout).score(sample))
+
+    async def go():
+        scorer = Scorer({"*": configs}, timeout)
+        try:
+            await scorer.score(sample)
+        finally:
+            await scorer.close()
+
+    asyncio.run(go())
     return sample
 
 
 def test_arguments_come_by_name(mine):
-    mine.close = lambda completion, answer, tolerance=1: 1 - abs(int(completion) - int(answer)) / tolerance
-    assert scored("mine:close").reward == 1.0
-    assert scored([RewardConfig(use="mine:close", args={"tolerance": 4})], completion="6").reward == 0.75
-    assert scored("mine:close", completion="6", tolerance=2).reward == 0.5  # a column fills an optional argument
+    name = mine("def close(completion, answer, tolerance=1): return 1 - abs(int(completion) - int(answer)) / tolerance")
+    assert scored(f"{name}:close").reward == 1.0
+    assert scored([RewardConfig(use=f"{name}:close", args={"tolerance": 4})], completion="6").reward == 0.75
+    assert scored(f"{name}:close", completion="6", tolerance=2).reward == 0.5  # a column fills an optional argument
 
 
 def test_async_functions_and_weights(mine):
-    async def slow(completion):
-        await asyncio.sleep(0)
-        return 2
-
-    mine.slow = slow
-    sample = scored(
-        [RewardConfig(use="mine:slow", weight=0.5), RewardConfig(use="exact"), RewardConfig(use="contains", weight=0)]
-    )
+    name = mine("import asyncio\nasync def slow(completion):\n    await asyncio.sleep(0)\n    return 2")
+    rewards = [RewardConfig(use=f"{name}:slow", weight=0.5), RewardConfig(use="exact"), RewardConfig(use="contains", weight=0)]
+    sample = scored(rewards)
     assert sample.reward == 2.0
     assert sample.rewards == {"slow": 2.0, "exact": 1.0, "contains": 1.0}
 
@@ -52,36 +47,67 @@ def test_async_functions_and_weights(mine):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (float("nan"), "returned nan"),
-        (float("inf"), "returned inf"),
-        ("1", "returned '1', a str"),
-        ([1], "returned [1], a list"),
+        ("float('nan')", "returned nan"),
+        ("float('inf')", "returned inf"),
+        ("'1'", "returned '1', a str"),
+        ("[1]", "returned [1], a list"),
     ],
 )
 def test_bad_values_fail_the_sample(mine, value, text):
-    mine.bad = lambda completion: value
-    failure = scored("mine:bad").failure
+    failure = scored(f"{mine(f'def bad(completion): return {value}')}:bad").failure
     assert failure is not None
     assert text in failure.text
     assert failure.boundary == "reward 'bad'"
 
 
-def test_exceptions_and_hangs_fail_the_sample(mine):
-    def broken(completion):
-        raise KeyError("oops")
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("raise KeyError('oops')", "KeyError in reward 'f': 'oops'"),
+        ("import time; time.sleep(100)", "TimeoutError in reward 'f': took longer than 1 s"),
+        ("import os; os._exit(3)", "WorkerDied in reward 'f': the worker process exited with code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "the worker process was killed by SIGKILL"),
+        ("import sys; sys.exit(0)", "SystemExit in reward 'f'"),
+        ("print('noise on stdout'); return 'x'", "returned 'x', a str"),
+    ],
+)
+def test_whatever_a_function_does_is_that_samples_failure(mine, body, sentence):
+    assert sentence in str(scored(f"{mine(f'def f(completion): {body}')}:f", timeout=1).failure)
 
-    async def hangs(completion):
-        await asyncio.sleep(100)
 
-    mine.broken, mine.hangs = broken, hangs
-    assert str(scored("mine:broken").failure) == "KeyError in reward 'broken': 'oops'"
-    assert "took longer than 0.05 s" in str(scored("mine:hangs", timeout=0.05).failure)
+def test_hanging_coroutines_fail_the_sample(mine):
+    name = mine("import asyncio\nasync def f(completion): await asyncio.sleep(100)")
+    assert "took longer than 0.05 s" in str(scored(f"{name}:f", timeout=0.05).failure)
+
+
+def test_the_pool_goes_on_after_hangs_and_crashes(mine):
+    """Many calls on two processes, a third of them hanging or crashing: each gets its own answer, none is lost."""
+    name = mine(
+        "import os, time\ndef f(n):\n    if n % 6 == 0: time.sleep(100)\n    if n % 6 == 3: os._exit(1)\n    return n * n\n"
+    )
+
+    async def go():
+        pool = KillablePool(2)
+        try:
+            return await asyncio.gather(
+                *(pool.call(f"{name}:f", {"n": n}, 0.6) for n in range(18)), return_exceptions=True
+            ), pool.restarts
+        finally:
+            await pool.close()
+
+    answers, restarts = asyncio.run(go())
+    for n, answer in enumerate(answers):
+        if n % 3:
+            assert answer == n * n
+        else:
+            assert isinstance(answer, TimeoutError if n % 6 == 0 else WorkerDied)
+    assert restarts == 6
 
 
 def test_none_is_not_applicable(mine):
-    mine.none = lambda completion: None
-    assert scored([RewardConfig(use="mine:none"), RewardConfig(use="exact")]).reward == 1.0
-    assert scored("mine:none").failure is not None
+    name = mine("def none(completion): return None")
+    assert scored([RewardConfig(use=f"{name}:none"), RewardConfig(use="exact")]).reward == 1.0
+    assert scored(f"{name}:none").failure is not None
 
 
 @pytest.mark.parametrize(

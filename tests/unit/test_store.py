@@ -37,6 +37,7 @@ def save(checkpoints, step, write):
         write(folder)
 
     asyncio.run(checkpoints.save(step, body, {"note": "x"}))
+    checkpoints.prune()
 
 
 def test_checkpoints_keep_the_newest_and_the_best(tmp_path):

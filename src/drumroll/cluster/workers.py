@@ -1,14 +1,16 @@
 """The roles of a run on the `local` runtime: who shares which weights.
 
-At staleness 0 in one process the engine generates with the learner's own working weights, so publishing a version
-moves nothing.
+At staleness 0 in one process the engines generate with the learner's own working weights, so publishing a version
+moves nothing. Above 0 each engine has a working copy of its own, switched between two tokens when a version is published.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from drumroll.engines import Engine
 from drumroll.engines.native import NativeEngine
 from drumroll.learners import Learner
 from drumroll.learners.torch import TorchLearner
+from drumroll.models import attention
 from drumroll.models.loading import LoadedModel, load
 from drumroll.sample import Version
 
@@ -32,13 +35,23 @@ class Workers:
     reference: WorkerGroup[Learner] | None
     tokenizer: Any
     interrupt: Callable[[], None]
+    interrupt_engine: Callable[[int], None]
+    shared: bool
+    recompute: bool = False
+    closing: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
 
     async def publish(self, version: Version) -> None:
         """Make the actor's weights those that the engines generate with, under a new version."""
-        await self.rollout.broadcast(Engine.set_version, version)
+        if self.shared:
+            await self.rollout.broadcast(Engine.set_version, version)
+            return
+        weights = await self.actor.call(0, Learner.weights)
+        await self.rollout.broadcast(Engine.load, version, weights, recompute=self.recompute)
 
     async def close(self) -> None:
         """Free all roles."""
+        for close in self.closing:
+            await close()
         for group in (self.rollout, self.actor, self.reference):
             if group is not None:
                 await group.close()
@@ -57,15 +70,34 @@ def open_workers(config: AnyConfig) -> Workers:
     actor = config.roles.actor
     model = load(config.role_model("actor"), dtype=actor.dtype, device=actor.device, seed=config.seed)
     learner = TorchLearner(model, config.optim, total_steps=config.steps)
-    engine = NativeEngine(
-        model, slots=config.roles.rollout.slots, context=context_length(config), fixed_shape=config.deterministic
-    )
+    shared = not isinstance(config, RLConfig) or config.rollout.max_staleness == 0
+    engines = [_engine(config, model if shared else _copy(model)) for _ in range(config.roles.rollout.workers)]
     reference: LocalGroup[Learner] | None = None
     if isinstance(config, RLConfig) and config.algorithm.kl > 0:
         reference = LocalGroup(Role.REFERENCE, [_frozen(config)])
     return Workers(
-        LocalGroup(Role.ACTOR, [learner]), LocalGroup(Role.ROLLOUT, [engine]), reference, model.tokenizer, learner.interrupt
+        actor=LocalGroup(Role.ACTOR, [learner]),
+        rollout=LocalGroup(Role.ROLLOUT, engines),
+        reference=reference,
+        tokenizer=model.tokenizer,
+        interrupt=learner.interrupt,
+        interrupt_engine=lambda rank: engines[rank].interrupt(),
+        shared=shared,
+        recompute=isinstance(config, RLConfig) and config.rollout.kv_at_switch == "recompute",
     )
+
+
+def _engine(config: AnyConfig, model: LoadedModel) -> NativeEngine:
+    return NativeEngine(
+        model, slots=config.roles.rollout.slots, context=context_length(config), fixed_shape=config.deterministic
+    )
+
+
+def _copy(model: LoadedModel) -> LoadedModel:
+    """A second working copy, for an engine that generates while the learner trains."""
+    module = copy.deepcopy(model.module)
+    module.set_attn_implementation(attention.NAME)
+    return dataclasses.replace(model, module=module.eval().requires_grad_(False))
 
 
 def _frozen(config: RLConfig) -> Learner:

@@ -108,6 +108,15 @@ class RLConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _deterministic_is_synchronous(self) -> Self:
+        if self.deterministic and (self.rollout.max_staleness > 0 or self.rollout.order != "draw"):
+            raise ValueError(
+                "deterministic: true needs rollout.order: draw and rollout.max_staleness: 0, because which weights write "
+                f"which token depends on timing otherwise; got {self.rollout.order} and {self.rollout.max_staleness:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _group_is_a_group(self) -> Self:
         if self.algorithm.advantage == "grpo" and self.rollout.samples < 2:
             raise ValueError(

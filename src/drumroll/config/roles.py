@@ -30,8 +30,10 @@ class RolloutRole(Section):
 
     backend: Literal["native"] = "native"
     """What generates. `native`: the embedded engine; in one process it shares the actor's weights, so nothing is copied."""
+    workers: int = Field(1, ge=1)
+    """How many engines."""
     slots: int = Field(256, ge=1)
-    """How many samples are generated at once; bounds the memory of the key-value cache."""
+    """How many samples an engine generates at once; bounds the memory of its key-value cache."""
 
 
 class ReferenceRole(Section):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import math
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from drumroll.config.section import Section
 
@@ -20,5 +23,59 @@ class RolloutConfig(Section):
     """Sampling temperature; the learner applies it too, so that log-probs agree."""
     stop: list[str] = []
     """Strings that end a completion."""
+    oversample: float = Field(1.0, ge=1)
+    """Work on so many times more prompts than a step needs, so that filtered and slow ones do not hold it up."""
+    filter: str | None = None
+    """Keep only useful groups: zero_variance (drop all-equal rewards), mean_band, or `module:function`."""
+    filter_args: dict[str, float] = {}
+    """Arguments of the filter, for example {low: 0.1, high: 0.9} for mean_band."""
+    order: Literal["draw", "arrival"] = "draw"
+    """Train on groups in the order drawn (unbiased, deterministic) or as they complete (faster, favours short samples)."""
+    max_staleness: float = Field(0.0, ge=0)
+    """Steps that samples may lag behind the weights being trained; 0 is synchronous, fractions bound the work ahead."""
+    overage: Literal["drop", "mask"] = "drop"
+    """What happens to tokens older than the bound: their group is dropped, or the old tokens are left out of the loss."""
+    partial: bool = False
+    """Interrupt running samples when the weights change and resume them, tokens kept, under the new ones."""
+    kv_at_switch: Literal["keep", "recompute"] = "keep"
+    """Whether running samples keep the keys and values of the old weights at a switch, or compute them anew."""
+    max_draws_per_step: int | None = Field(None, ge=1)
+    """Give a step up with an error after so many prompts. Default: 16 times `prompts` times `oversample`."""
+    retries: int = Field(2, ge=0)
+    """How often a sample is tried again after an engine was lost or a deadline passed."""
+    on_failure: Literal["drop", "replace", "give_up"] = "drop"
+    """A failed sample is left out of its group, replaced by another attempt at the prompt, or ends its group."""
+    generation_timeout: float = Field(600.0, gt=0)
+    """Seconds one generation may take."""
+    environment_timeout: float = Field(60.0, gt=0)
+    """Seconds one environment step may take."""
     reward_timeout: float = Field(30.0, gt=0)
-    """Seconds a reward function may take for one sample before the sample fails."""
+    """Seconds the rewards of one sample may take."""
+    engine_timeout: float = Field(60.0, gt=0)
+    """Seconds to wait for an engine when none is alive."""
+    reward_workers: int = Field(2, ge=1)
+    """Processes that run your own reward functions; one that hangs is killed and replaced."""
+
+    @model_validator(mode="after")
+    def _partial_needs_staleness(self) -> Self:
+        if self.partial and self.max_staleness < 1:
+            raise ValueError(
+                f"rollout.partial resumes samples under newer weights, so their tokens are at least one version old: "
+                f"it needs rollout.max_staleness of at least 1, got {self.max_staleness:g}"
+            )
+        return self
+
+    @property
+    def lag_limit(self) -> int:
+        """The oldest a trained token may be, in versions."""
+        return math.ceil(self.max_staleness)
+
+    @property
+    def capacity(self) -> int:
+        """Groups in flight or accepted and not yet trained, at most."""
+        return math.ceil((1 + self.max_staleness) * self.prompts * self.oversample)
+
+    @property
+    def draw_limit(self) -> int:
+        """Prompts started in one step, at most."""
+        return self.max_draws_per_step or math.ceil(16 * self.prompts * self.oversample)

@@ -6,10 +6,18 @@ them. Random numbers are keyed by the request's seed and the token's position, n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from drumroll.sample import StopReason, Version
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class EngineLost(Exception):
+    """The engine is gone: its process died, or it cannot be reached. Its requests may be sent to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +66,16 @@ class Engine(Protocol):
         """End a request now; unknown ids are ignored."""
         ...
 
+    def interrupt(self) -> None:
+        """End all requests now, each with what it has (`StopReason.ABORTED`); they may be sent again to go on."""
+        ...
+
     def set_version(self, version: Version) -> None:
         """Name the weights that the engine holds from now on."""
+        ...
+
+    def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
+        """Switch to new weights between two tokens; running requests go on, their keys and values kept or recomputed."""
         ...
 
     def capacity(self) -> int:

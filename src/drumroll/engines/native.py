@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drumroll.engines import Completion, Request
+from drumroll.engines import Completion, EngineLost, Request
 from drumroll.engines.sampler import choose, keyed_uniform
 from drumroll.models.attention import Decode, KVCache, Prefill
 from drumroll.models.loading import LoadedModel, kv_shapes
@@ -59,6 +60,8 @@ class NativeEngine:
         self._waiting: deque[_Row] = deque()
         self._inbox: list[_Row] = []
         self._aborts: set[str] = set()
+        self._interrupted = False
+        self._switch: tuple[Version, Mapping[str, Tensor], bool, threading.Event] | None = None
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
@@ -72,7 +75,7 @@ class NativeEngine:
         row = _Row(request, asyncio.get_running_loop().create_future())
         with self._wake:
             if self._closed:
-                raise RuntimeError("the engine is closed")
+                raise EngineLost("the engine is closed")
             self._inbox.append(row)
             self._wake.notify()
         try:
@@ -86,8 +89,22 @@ class NativeEngine:
             self._aborts.add(request_id)
             self._wake.notify()
 
+    def interrupt(self) -> None:
+        with self._wake:
+            self._interrupted = True
+            self._wake.notify()
+
     def set_version(self, version: Version) -> None:
         self.version = version
+
+    def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
+        applied = threading.Event()
+        with self._wake:
+            if self._closed:
+                raise EngineLost("the engine is closed")
+            self._switch = (version, weights, recompute, applied)
+            self._wake.notify()
+        applied.wait()
 
     def capacity(self) -> int:
         return self.slots
@@ -105,27 +122,63 @@ class NativeEngine:
         return KVCache(kv_shapes(module), self.slots, self.context, module.dtype, self.device)
 
     def _run(self) -> None:
-        while self._collect():
-            try:
-                with torch.inference_mode():
-                    self._admit()
-                    self._decode()
-            except Exception as error:
-                self._fail_all(error)
+        try:
+            while self._collect():
+                try:
+                    with torch.inference_mode():
+                        self._admit()
+                        self._decode()
+                except Exception as error:
+                    self._fail_all(error)
+        finally:  # closed, or the thread is being killed: nobody may wait for it
+            with self._wake:
+                self._closed = True
+                self._waiting.extend(self._inbox)
+                self._inbox.clear()
+                switch, self._switch = self._switch, None
+            if switch is not None:
+                switch[3].set()
+            self._fail_all(EngineLost("the engine has ended"))
 
     def _collect(self) -> bool:
-        """Wait for work; take in new requests and aborts. False when closed."""
+        """Wait for work; take in new requests, aborts and new weights. False when closed."""
         with self._wake:
-            while not (self._inbox or self._waiting or self._live() or self._closed):
+            while not (self._inbox or self._waiting or self._live() or self._closed or self._switch):
                 self._wake.wait()
             self._waiting.extend(self._inbox)
             self._inbox.clear()
             aborts, self._aborts = self._aborts, set()
+            interrupted, self._interrupted = self._interrupted, False
+            switch, self._switch = self._switch, None
+        if interrupted:
+            aborts = {row.request.id for row in (*self._waiting, *self._rows) if row is not None}
         if aborts:
             self._abort_rows(aborts)
-        if self._closed:
-            self._fail_all(RuntimeError("the engine was closed"))
+        if switch is not None:
+            self._apply(*switch)
         return not self._closed
+
+    def _apply(self, version: Version, weights: Mapping[str, Tensor], recompute: bool, applied: threading.Event) -> None:
+        """New weights, between two tokens."""
+        try:
+            own = dict(self.model.module.named_parameters())
+            with torch.no_grad():
+                for name, value in weights.items():
+                    own[name].copy_(value)
+            self.version = version
+            if recompute:
+                with torch.inference_mode():
+                    self._recompute()
+        finally:
+            applied.set()
+
+    def _recompute(self) -> None:
+        """Compute the keys and values of all live rows anew; their last token has none yet."""
+        for slot, row in enumerate(self._rows):
+            if row is not None:
+                tokens = [*row.request.tokens, *row.completion.tokens][:-1]
+                layout = Prefill(self._cache, [slot], torch.tensor([len(tokens)], device=self.device))
+                self._forward(torch.tensor(tokens, device=self.device), layout.position, layout, torch.tensor([0]))
 
     def _live(self) -> bool:
         return any(row is not None for row in self._rows)

@@ -37,6 +37,10 @@ class Learner(Protocol):
         """Minibatches, epochs, optimizer steps."""
         ...
 
+    def weights(self) -> dict[str, Tensor]:
+        """The working weights by name; not copies."""
+        ...
+
     def interrupt(self) -> None:
         """End a running update before its next micro-batch; callable from any thread."""
         ...

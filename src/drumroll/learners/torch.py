@@ -90,6 +90,9 @@ class TorchLearner:
         self._partial = False
         return totals.metrics()
 
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in zip(self.names, self.working, strict=True)}
+
     def interrupt(self) -> None:
         self._stop.set()
 

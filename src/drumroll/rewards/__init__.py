@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
 from drumroll.errors import ConfigError
 from drumroll.registry import Registry
@@ -38,7 +39,7 @@ class Reward:
     arguments: tuple[str, ...]
     optional: frozenset[str]
     fixed: Mapping[str, Any]
-    builtin: bool
+    path: str | None
 
     @classmethod
     def bind(cls, config: RewardConfig) -> Reward:
@@ -60,7 +61,7 @@ class Reward:
             arguments=tuple(p.name for p in named),
             optional=frozenset(p.name for p in named if p.default is not p.empty),
             fixed=dict(config.args),
-            builtin=config.use in REWARDS.parts,
+            path=None if config.use in REWARDS.parts else config.use,
         )
 
     @property
@@ -75,14 +76,16 @@ class Reward:
         found = {a: given[a] if a in given else row[a] for a in self.arguments if a in given or a in row}
         return {**found, **self.fixed}
 
-    async def __call__(self, sample: Sample) -> float | None:
+    async def __call__(self, sample: Sample, pool: KillablePool, seconds: float) -> float | None:
+        """Built-ins and coroutines run here; other functions of the user in a process that can be killed."""
         inputs = self.inputs(sample)
         if inspect.iscoroutinefunction(self.function):
-            value = await self.function(**inputs)
-        elif self.builtin:
+            async with asyncio.timeout(seconds):
+                value = await self.function(**inputs)
+        elif self.path is None:
             value = self.function(**inputs)
         else:
-            value = await asyncio.to_thread(self.function, **inputs)
+            value = await pool.call(self.path, inputs, seconds)
         return check_value(self.name, value)
 
 
@@ -102,10 +105,11 @@ def check_value(name: str, value: Any) -> float | None:
 class Scorer:
     """Scores samples with the rewards of their domain."""
 
-    def __init__(self, by_domain: Mapping[str, Sequence[RewardConfig]], timeout: float = 30.0) -> None:
+    def __init__(self, by_domain: Mapping[str, Sequence[RewardConfig]], timeout: float = 30.0, workers: int = 2) -> None:
         import drumroll.rewards.text  # noqa: F401  the built-ins register themselves
 
         self.timeout = timeout
+        self.pool = KillablePool(workers)
         self._rewards = {domain: [Reward.bind(c) for c in configs] for domain, configs in by_domain.items()}
 
     def rewards(self, domain: str) -> list[Reward]:
@@ -124,13 +128,9 @@ class Scorer:
         total, applicable = 0.0, False
         for reward in self.rewards(sample.prompt.domain):
             try:
-                async with asyncio.timeout(self.timeout):
-                    value = await reward(sample)
-            except asyncio.CancelledError:
-                raise
+                value = await reward(sample, self.pool, self.timeout)
             except Exception as error:
-                text = f"took longer than {self.timeout:g} s" if isinstance(error, TimeoutError) else str(error)
-                sample.failure = Failure(type(error).__name__, f"reward '{reward.name}'", text)
+                sample.failure = self._failure(reward, error)
                 return
             if value is not None:
                 sample.rewards[reward.name] = value
@@ -140,3 +140,12 @@ class Scorer:
             sample.reward = total
         else:
             sample.failure = Failure("NotApplicable", "rewards", "every reward returned None")
+
+    def _failure(self, reward: Reward, error: Exception) -> Failure:
+        kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
+        text = f"took longer than {self.timeout:g} s" if isinstance(error, TimeoutError) else str(error)
+        return Failure(kind, f"reward '{reward.name}'", text)
+
+    async def close(self) -> None:
+        """End the worker processes."""
+        await self.pool.close()

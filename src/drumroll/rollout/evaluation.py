@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from drumroll.config.eval import EvalConfig, EvalSetConfig
 from drumroll.data.render import Renderer
 from drumroll.data.rows import read
 from drumroll.data.source import Reader, RequiredColumns
-from drumroll.engines import Request, Sampling
+from drumroll.engines import Completion, Request, Sampling
 from drumroll.errors import DataError
-from drumroll.rollout.scheduler import Decode, Generate, Score, attempt
-from drumroll.sample import Prompt, Sample, sample_seed
+from drumroll.rollout.scheduler import Decode, Score
+from drumroll.sample import Owner, Prompt, Sample, Trace, sample_seed
+
+Generate = Callable[[Request], Awaitable[Completion]]
 
 
 @dataclass
@@ -35,6 +37,17 @@ def open_sets(config: EvalConfig, renderer: Renderer, required: RequiredColumns)
             raise DataError(f"eval.sets.{name} holds no rows.")
         sets.append(EvalSet(name, each, [reader.prompt(row, i) for i, row in enumerate(rows)]))
     return sets
+
+
+async def attempt(sample: Sample, request: Request, generate: Generate, decode: Decode) -> None:
+    """Let the model write one completion, kept token by token as sampled."""
+    completion = await generate(request)
+    trace = Trace()
+    trace.extend(list(request.tokens), Owner.PROMPT)
+    trace.extend(completion.tokens, Owner.POLICY, completion.logprobs, completion.versions)
+    sample.traces = [trace]
+    sample.stop = completion.stop
+    sample.completion = decode(completion.tokens)
 
 
 class Evaluator:

@@ -1,24 +1,28 @@
-"""The life of a sample as a table: which state may follow which. An illegal step is a bug, found by assertion."""
+"""The life of a sample as a table: which state may follow which. An illegal step is a bug, found by assertion.
+
+Listeners (ledger, metrics, timeline) are told of every transition of a sample, and of the beginning and end of every
+draw. They must not change anything.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from drumroll.sample import Fate, Sample, State
+from drumroll.sample import Fate, Group, Sample, State
 
 Stage = State | Fate
 
-ENDINGS: frozenset[Stage] = frozenset({Fate.FAILED, Fate.ABORTED, Fate.SUPERSEDED})
+ENDINGS: frozenset[Stage] = frozenset({Fate.FAILED, Fate.ABORTED, Fate.STALE, Fate.SUPERSEDED})
 """What can happen to a sample at any moment before it has its fate."""
 
 NEXT: dict[State, frozenset[Stage]] = {
     State.QUEUED: ENDINGS | {State.GENERATING},
     State.GENERATING: ENDINGS | {State.ACTING, State.SCORING, State.QUEUED},
-    State.ACTING: ENDINGS | {State.GENERATING, State.SCORING, State.QUEUED},
-    State.SCORING: ENDINGS | {State.SCORED},
-    State.SCORED: ENDINGS | {State.ACCEPTED, Fate.FILTERED, Fate.STALE},
-    State.ACCEPTED: ENDINGS | {Fate.TRAINED, Fate.STALE},
+    State.ACTING: ENDINGS | {State.QUEUED, State.SCORING},
+    State.SCORING: ENDINGS | {State.SCORED, State.SCORING},
+    State.SCORED: ENDINGS | {State.ACCEPTED, Fate.FILTERED},
+    State.ACCEPTED: ENDINGS | {Fate.TRAINED},
 }
 
 
@@ -32,7 +36,17 @@ class Event:
     after: Stage
 
 
-Listener = Callable[[Event], None]
+@dataclass(frozen=True, slots=True)
+class DrawEvent:
+    """A drawn prompt begins its attempt (`fate` is None), or ends it."""
+
+    time: float
+    group: Group
+    fate: Fate | None
+    reason: str
+
+
+Listener = Callable[[Event | DrawEvent], None]
 
 
 def legal(before: Stage, after: Stage) -> bool:

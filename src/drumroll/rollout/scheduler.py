@@ -1,23 +1,34 @@
-"""Rollouts: draws prompts, starts their samples, scores each the moment it ends, hands out complete groups.
+"""The rollout scheduler: how many prompts to start, what becomes of each sample, which groups are trained on.
 
-Plain asyncio against an injected source, generator, scorer and clock. It decides the fate of samples and tells
-listeners of every transition; it writes nothing and knows no model.
+Plain asyncio against an injected source, router, scorer, environment and clock: no sleep, no polling, no lock, no file,
+no model. The same code runs on a virtual-time event loop in simulation.
+
+- A group starts only while groups in flight plus groups accepted and not yet trained are below `capacity`, and only if
+  it can still be used: at staleness 0 nothing starts between `take` and `publish`.
+- A sample is scored the moment its generation ends; its slot goes to the next sample at once.
+- In draw order a step's batch is the first useful groups in the order drawn, whatever was started beyond them:
+  oversampling is speculation, and draws given up as surplus are attempted again. In arrival order it is the first to
+  complete, and the surplus is let go.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from drumroll.config.rollout import RolloutConfig
-from drumroll.engines import Completion, Request, Sampling
+from drumroll.engines import Request, Sampling
 from drumroll.errors import RolloutError
-from drumroll.rollout.lifecycle import Event, Listener, Stage, legal
-from drumroll.sample import Fate, Group, Owner, Prompt, Sample, State, Trace, sample_seed
+from drumroll.rollout.filters import FILTERS, Filter
+from drumroll.rollout.lifecycle import DrawEvent, Event, Listener, Stage, legal
+from drumroll.rollout.router import Router
+from drumroll.sample import Failure, Fate, Group, Owner, Prompt, Sample, State, StopReason, Trace, Version, sample_seed
 
-Generate = Callable[[Request], Awaitable[Completion]]
 Decode = Callable[[list[int]], str]
 
 
@@ -31,117 +42,524 @@ class Source(Protocol):
 
 
 class Score(Protocol):
-    """What gives a sample its reward or its failure."""
+    """What gives a sample its reward or its failure, within a deadline of its own."""
 
     async def score(self, sample: Sample) -> None: ...
 
 
-async def attempt(sample: Sample, request: Request, generate: Generate, decode: Decode) -> None:
-    """Let the model write one completion, token by token as sampled."""
-    completion = await generate(request)
-    trace = Trace()
-    trace.extend(list(request.tokens), Owner.PROMPT)
-    trace.extend(completion.tokens, Owner.POLICY, completion.logprobs, completion.versions)
-    sample.traces = [trace]
-    sample.stop = completion.stop
-    sample.completion = decode(completion.tokens)
+class Act(Protocol):
+    """An environment's side of an episode: the tokens it answers with, or None when the episode is over."""
+
+    async def __call__(self, sample: Sample) -> list[int] | None: ...
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A group on its way."""
+
+    group: Group
+    version: Version
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    unsettled: int = 0
+    replacements: int = 0
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A drawn prompt that waits to be started, and where the source stood before it was drawn."""
+
+    draw: int
+    prompt: Prompt
+    attempt: int
+    before: dict[str, Any]
 
 
 class Rollouts:
-    """The stream of complete, scored groups, in the order in which their prompts were drawn."""
+    """The stream of complete, scored, useful groups."""
 
     def __init__(
         self,
         config: RolloutConfig,
         seed: int,
         source: Source,
-        generate: Generate,
+        router: Router,
         scorer: Score,
         decode: Decode,
         *,
+        act: Act | None = None,
         listeners: Sequence[Listener] = (),
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
         self.seed = seed
         self.source = source
-        self.generate = generate
+        self.router = router
         self.scorer = scorer
         self.decode = decode
-        self.listeners = listeners
+        self.act = act
+        self.listeners = list(listeners)
         self.clock = clock
-        self.draws = 0
-        self.failed: list[Sample] = []
+        self.version: Version = 0
         self.sampling = Sampling(config.temperature, config.max_tokens, tuple(config.stop))
+        self._filter: Filter | None = FILTERS.get(config.filter) if config.filter else None
+        self._next_draw = 0
+        self._again: list[tuple[int, _Pending]] = []  # heap by draw: given up as surplus, to be attempted again
+        self._begun: dict[int, _Pending] = {}  # draws whose fate is open
+        self._flights: dict[int, _Flight] = {}
+        self._complete: dict[int, tuple[Group, _Verdict] | None] = {}  # draw order: results that wait for earlier draws
+        self._useful_complete = 0  # of these, those that will be accepted
+        self._wanted = 0  # groups that `take` is waiting for
+        self._due = 0  # draw order: all draws before this one are decided
+        self._settled_before: set[int] = set()  # draws that had their fate when the run was resumed
+        self._ready: deque[Group] = deque()
+        self._training: list[Group] = []
+        self._open = False
+        self._step_draws = 0
+        self._changed = asyncio.Event()
+        self.stats = StepStats()
+        self._lengths = LengthBias()
+        router.on_hopeless = self._changed.set
+
+    # --- the controller's side ---
 
     async def take(self, count: int) -> list[Group]:
-        """The next `count` groups that can be trained on. A group with fewer than two scored samples is replaced."""
-        self.failed = []
-        groups = await asyncio.gather(*(self._group() for _ in range(count)))
-        useful = [g for g in groups if g is not None]
-        for _ in range(count):
-            if len(useful) == count or not useful:
-                break
-            replacements = await asyncio.gather(*(self._group() for _ in range(count - len(useful))))
-            useful += [g for g in replacements if g is not None]
-        if not useful:
-            self._explain_failure()
-        return useful
+        """The next `count` useful groups (fewer only when the data ends); surplus at staleness 0 is given up at once."""
+        self._open, self._step_draws, self.stats = True, 0, StepStats()
+        self._wanted = count
+        self._advance()
+        self._pump()
+        while len(self._ready) < count and not self.exhausted():
+            self._raise_if_hopeless(count)
+            self._changed.clear()
+            await self._changed.wait()
+        groups = [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
+        self._wanted = 0
+        assert self.config.overage == "mask" or all(_oldest(g) >= self.oldest_trainable() for g in groups), "over-age group"
+        self._training = groups
+        self._lengths.accepted(groups, self.stats)
+        if self.config.lag_limit == 0:
+            self._open = False
+            self._give_up_surplus(groups)
+        elif self.config.partial:
+            self.router.pause()
+        self._pump()
+        return groups
 
     def trained(self, groups: Sequence[Group]) -> None:
         """Close the books on groups that an update has used."""
         for group in groups:
-            for sample in group.samples:
-                if isinstance(sample.state, State):
-                    self._move(sample, Fate.TRAINED)
+            self._end(group, Fate.TRAINED, "")
+        self._training = []
+        self._pump()
+
+    def publish(self, version: Version) -> None:
+        """New weights are generated with from now on. What has become too old is dropped (or masked in the batch)."""
+        self.version = version
+        if self.config.overage == "drop":
+            self._drop_over_age()
+        self.router.resume()
+        self._pump()
+
+    def oldest_trainable(self) -> Version:
+        """Tokens of older versions may not be trained on."""
+        return self.version - self.config.lag_limit
+
+    def exhausted(self) -> bool:
+        """Whether the data has ended and nothing is under way or waiting."""
+        return self.source.exhausted() and not (self._again or self._flights or self._ready or self._complete)
 
     def state(self) -> dict[str, Any]:
-        """The place in the draw order, kept in checkpoints."""
-        return {"draws": self.draws, "source": self.source.state()}
+        """The place in the draw order: every draw before `draw` is settled, and so are those in `settled`."""
+        opened = [*self._begun.values(), *(pending for _, pending in self._again)]
+        if not opened:
+            return {"draw": self._next_draw, "settled": [], "source": self.source.state(), "version": self.version}
+        first = min(opened, key=lambda pending: pending.draw)
+        still_open = {pending.draw for pending in opened}
+        settled = [d for d in range(first.draw, self._next_draw) if d not in still_open]
+        return {"draw": first.draw, "settled": settled, "source": first.before, "version": self.version}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue the draw order where a checkpoint left it."""
-        self.draws = state["draws"]
+        """Continue the draw order where a checkpoint left it: open draws are attempted again, settled ones are not."""
+        assert not self._flights, "restore before anything is started"
+        self._next_draw = self._due = state["draw"]
+        self._settled_before = set(state["settled"])
+        self.version = state["version"]
         self.source.restore(state["source"])
 
-    async def _group(self) -> Group | None:
-        prompt, draw = self.source.draw(), self.draws
-        self.draws += 1
-        samples = [Sample(prompt, draw, index) for index in range(self.config.samples)]
-        async with asyncio.TaskGroup() as tasks:
-            for sample in samples:
-                tasks.create_task(self._live(sample))
-        scored = [s for s in samples if s.state is State.SCORED]
-        self.failed += [s for s in samples if s.state is Fate.FAILED]
-        usable = len(scored) >= min(2, self.config.samples)
-        for sample in scored:
-            self._move(sample, State.ACCEPTED if usable else Fate.ABORTED)
-        return Group(prompt, draw, scored) if usable else None
+    async def close(self) -> None:
+        """Give up all work under way."""
+        self._open = False
+        flights = list(self._flights.values())
+        for flight in flights:
+            self._abort(flight, Fate.ABORTED, "the run ended")
+        await asyncio.gather(*(t for f in flights for t in f.tasks.values()), return_exceptions=True)
 
-    async def _live(self, sample: Sample) -> None:
-        """From queued to scored or failed."""
+    # --- starting ---
+
+    def _pump(self) -> None:
+        """Start groups while admission allows."""
+        while self._open and self._places() > 0 and self._step_draws < self.config.draw_limit:
+            pending = self._next_prompt()
+            if pending is None:
+                return
+            self._start(pending)
+
+    def _places(self) -> int:
+        """How many more groups may be on their way: none that could not be used, none beyond the capacity."""
+        taken = len(self._flights) + self._useful_complete + len(self._ready) + len(self._training)
+        return self.config.capacity - taken
+
+    def _next_prompt(self) -> _Pending | None:
+        if self._again:
+            return heapq.heappop(self._again)[1]
+        while not self.source.exhausted():
+            draw, before = self._next_draw, self.source.state()
+            prompt = self.source.draw()
+            self._next_draw += 1
+            if draw not in self._settled_before:
+                return _Pending(draw, prompt, 0, before)
+            self._settled_before.discard(draw)
+            self._skip(draw)
+        return None
+
+    def _skip(self, draw: int) -> None:
+        """A draw that was settled before a resume."""
+        if self.config.order == "draw":
+            self._complete[draw] = None
+            self._advance()
+
+    def _start(self, pending: _Pending) -> None:
+        group = Group(pending.prompt, pending.draw, [], pending.attempt)
+        flight = _Flight(group, self.version)
+        self._begun[pending.draw] = pending
+        self._flights[pending.draw] = flight
+        self._step_draws += 1
+        self._tell(DrawEvent(self.clock(), group, None, ""))
+        for index in range(self.config.samples):
+            self._start_sample(flight, index)
+
+    def _start_sample(self, flight: _Flight, index: int) -> None:
+        group = flight.group
+        sample = Sample(group.prompt, group.draw, index, attempt=group.attempt)
+        now = self.clock()
+        sample.history.append((State.QUEUED, now))
+        self._tell(Event(now, sample, State.QUEUED, State.QUEUED))
+        group.samples.append(sample)
+        flight.unsettled += 1
+        flight.tasks[index] = asyncio.get_running_loop().create_task(self._live(flight, sample))
+        self.stats.started += 1
+
+    # --- the life of a sample ---
+
+    async def _live(self, flight: _Flight, sample: Sample) -> None:
+        """From queued to scored or failed. An abort gives the sample its fate and then cancels this task."""
+        try:
+            await self._episode(flight, sample)
+            await self._score(sample)
+        except _Failed as failed:
+            sample.failure = failed.failure
+            self.stats.failed.append(sample)
+            self._move(sample, Fate.FAILED)
+        self._settled(flight, sample)
+
+    async def _episode(self, flight: _Flight, sample: Sample) -> None:
+        """Turns of generation and environment until one of them ends it."""
+        trace = Trace()
+        trace.extend(list(sample.prompt.tokens), Owner.PROMPT)
+        sample.traces = [trace]
+        while True:
+            await self._generate(flight, sample, trace)
+            answer = None
+            if self.act is not None and sample.stop in (StopReason.EOS, StopReason.STOP_STRING):
+                answer = await self._answer(self.act, sample)
+            if answer is None:
+                break
+            trace.extend(answer, Owner.ENVIRONMENT)
+            self._move(sample, State.QUEUED)
+        sample.completion = self.decode(trace.policy_tokens())
+
+    async def _generate(self, flight: _Flight, sample: Sample, trace: Trace) -> None:
+        """One turn. An interrupted one goes on from its tokens; a lost or late one is tried again, within the budget."""
+        written = tries = 0
+        limit, key = self.sampling.max_tokens, (sample.draw, sample.attempt)
         seed = sample_seed(self.seed, "train", sample.draw, sample.index)
-        self._move(sample, State.GENERATING)
         place = sample.draw * self.config.samples + sample.index
-        request = Request(sample.id, sample.prompt.tokens, self.sampling, seed, place)
-        await attempt(sample, request, self.generate, self.decode)
+        while True:
+            sampling = self.sampling if not written else replace(self.sampling, max_tokens=limit - written)
+            request = Request(f"{sample.id}#{tries}.{len(trace.tokens)}", tuple(trace.tokens), sampling, seed, place)
+            try:
+                done = await self.router.generate(
+                    request, key, place, self.config.generation_timeout, lambda: self._move(sample, State.GENERATING)
+                )
+            except Exception as error:
+                tries += 1
+                if tries > self.config.retries:
+                    raise _Failed(error, "generation", self.config.generation_timeout) from None
+                self.stats.retried += 1
+                self._move(sample, State.QUEUED)
+                continue
+            trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)
+            written += len(done.tokens)
+            sample.stop = done.stop
+            if done.stop is not StopReason.ABORTED:
+                return
+            if written >= limit:
+                sample.stop = StopReason.LENGTH
+                return
+            self._move(sample, State.QUEUED)
+
+    async def _answer(self, act: Act, sample: Sample) -> list[int] | None:
+        self._move(sample, State.ACTING)
+        try:
+            async with asyncio.timeout(self.config.environment_timeout):
+                return await act(sample)
+        except Exception as error:
+            raise _Failed(error, "environment", self.config.environment_timeout) from None
+
+    async def _score(self, sample: Sample) -> None:
+        """Rewards, tried again only after a deadline: an exception would come again."""
         self._move(sample, State.SCORING)
-        await self.scorer.score(sample)
-        self._move(sample, Fate.FAILED if sample.failure else State.SCORED)
+        for tries in range(self.config.retries + 1):
+            sample.failure = None
+            await self.scorer.score(sample)
+            if sample.failure is None or sample.failure.kind != TimeoutError.__name__ or tries == self.config.retries:
+                break
+            self.stats.retried += 1
+            self._move(sample, State.SCORING)
+        if sample.failure is not None:
+            raise _Failed(sample.failure)
+        self._lengths.finished(sample)
+        self._move(sample, State.SCORED)
+
+    # --- from samples to groups ---
+
+    def _settled(self, flight: _Flight, sample: Sample) -> None:
+        """A sample has been scored or has failed; when all have, the group is judged."""
+        flight.unsettled -= 1
+        del flight.tasks[sample.index]
+        if sample.failure is not None:
+            if self.config.on_failure == "give_up":
+                self._complete_group(flight, f"{sample.failure.boundary} failed: {sample.failure.text}")
+                return
+            if self.config.on_failure == "replace" and flight.replacements < self.config.samples:
+                flight.replacements += 1
+                self._start_sample(flight, len(flight.group.samples))
+        if not flight.unsettled:
+            self._complete_group(flight, None)
+
+    def _complete_group(self, flight: _Flight, failure: str | None) -> None:
+        group = flight.group
+        scored = [s for s in group.samples if s.state is State.SCORED]
+        if failure is None and len(scored) < min(2, self.config.samples):
+            failure = "fewer than two samples were scored"
+        verdict: _Verdict = (Fate.FAILED, failure) if failure else None
+        if verdict is None and self._filter is not None:
+            reason = self._filter(group.rewards, **self.config.filter_args)
+            verdict = (Fate.FILTERED, reason) if reason else None
+        self._land(flight)
+        if self.config.order == "arrival":
+            self._decide(group, verdict)
+        else:
+            self._complete[group.draw] = (group, verdict)
+            self._useful_complete += verdict is None
+            self._advance()
+        self._pump()
+        self._changed.set()
+
+    def _land(self, flight: _Flight) -> None:
+        """The group is no longer in flight; what still runs in it is stopped."""
+        self._flights.pop(flight.group.draw, None)
+        self.router.forget((flight.group.draw, flight.group.attempt))
+        for index, task in list(flight.tasks.items()):
+            if isinstance(flight.group.samples[index].state, State):
+                self._move(flight.group.samples[index], Fate.ABORTED)
+            task.cancel()
+
+    def _advance(self) -> None:
+        """Draw order: decide on complete groups, as far as no earlier draw is open and as many as are wanted.
+
+        Nothing is decided beyond the batch, so at staleness 0 all that lies beyond can be attempted again.
+        """
+        while len(self._ready) < self._wanted and self._due in self._complete:
+            result = self._complete.pop(self._due)
+            self._due += 1
+            if result is not None:
+                self._useful_complete -= result[1] is None
+                self._decide(*result)
+
+    def _decide(self, group: Group, verdict: _Verdict) -> None:
+        """A complete group is accepted, or gets the fate that was found for it."""
+        domain = group.prompt.domain
+        if verdict is not None:
+            fate, reason = verdict
+            self.stats.dropped[(domain, fate.value, reason)] += 1
+            self._end(group, fate, reason)
+            return
+        group.samples = [s for s in group.samples if s.state is State.SCORED]
+        for sample in group.samples:
+            self._move(sample, State.ACCEPTED)
+        self._ready.append(group)
+
+    def _end(self, group: Group, fate: Fate, reason: str) -> None:
+        """Give a group and its samples their fate. A failed group's scored samples end as aborted."""
+        for sample in group.samples:
+            if isinstance(sample.state, State):
+                self._move(sample, Fate.ABORTED if fate is Fate.FAILED else fate)
+        self._begun.pop(group.draw, None)
+        self._tell(DrawEvent(self.clock(), group, fate, reason))
+
+    # --- giving up ---
+
+    def _abort(self, flight: _Flight, fate: Fate, reason: str) -> None:
+        group = flight.group
+        for sample in group.samples:
+            if isinstance(sample.state, State):
+                self._move(sample, fate)
+        self._land(flight)
+        self.stats.dropped[(group.prompt.domain, fate.value, reason)] += 1
+        self._end(group, fate, reason)
+        if self.config.order == "draw" and fate is Fate.STALE:
+            self._complete[group.draw] = None
+            self._advance()
+
+    def _give_up_surplus(self, taken: Sequence[Group]) -> None:
+        """What was begun beyond the batch cannot be used at staleness 0: stop it now.
+
+        In draw order it is attempted again next step, so nothing is passed over. In arrival order it is let go: the
+        stragglers would hold up the next step as well.
+        """
+        begun = dict(self._begun)
+        for flight in list(self._flights.values()):
+            self._abort(flight, Fate.ABORTED, "surplus")
+        complete = [r[0] for r in self._complete.values() if r is not None]
+        for group in [*self._ready, *complete]:
+            self.stats.dropped[(group.prompt.domain, Fate.ABORTED.value, "surplus")] += 1
+            self._end(group, Fate.ABORTED, "surplus")
+        self._ready.clear()
+        self._complete.clear()
+        self._useful_complete = 0
+        kept = {group.draw for group in taken}
+        for draw, pending in begun.items():
+            if draw not in kept and self.config.order == "draw":
+                heapq.heappush(self._again, (draw, replace(pending, attempt=pending.attempt + 1)))
+
+    def _drop_over_age(self) -> None:
+        """Groups that could no longer be trained on, complete or not, become stale."""
+        oldest, reason = self.oldest_trainable(), "older than max_staleness"
+        for flight in [f for f in self._flights.values() if f.version < oldest]:
+            self._abort(flight, Fate.STALE, reason)
+        for draw, result in list(self._complete.items()):
+            if result is not None and result[1] is None and _oldest(result[0]) < oldest:
+                self._complete[draw] = (result[0], (Fate.STALE, reason))
+                self._useful_complete -= 1
+        for group in [g for g in self._ready if _oldest(g) < oldest]:
+            self._ready.remove(group)
+            self.stats.dropped[(group.prompt.domain, Fate.STALE.value, reason)] += 1
+            self._end(group, Fate.STALE, reason)
+
+    def _raise_if_hopeless(self, count: int) -> None:
+        """A step that cannot be completed ends with the reason, not with a hang."""
+        if self.router.hopeless is not None:
+            raise self.router.hopeless
+        failed = sum(n for (_, fate, _), n in self.stats.dropped.items() if fate == Fate.FAILED)
+        others = sum(n for (_, fate, _), n in self.stats.dropped.items() if fate != Fate.FAILED)
+        if failed >= count and not others and not self._ready and self.stats.failed:
+            first = self.stats.failed[0]
+            raise RolloutError(
+                f"all {len(self.stats.failed)} samples of the step failed, so there is nothing to train on. "
+                f"The first, {first.id} of domain '{first.prompt.domain}': {first.failure}"
+            )
+        if not self._flights and self._step_draws >= self.config.draw_limit:
+            reasons = "; ".join(
+                f"{n} {fate} in {domain} ({why})" for (domain, fate, why), n in self.stats.dropped.most_common(5)
+            )
+            raise RolloutError(
+                f"the step has {len(self._ready)} of {count} groups after {self._step_draws} prompts "
+                f"(rollout.max_draws_per_step={self.config.draw_limit}): {reasons}."
+            )
+
+    # --- telling ---
 
     def _move(self, sample: Sample, after: Stage) -> None:
         before = sample.state
+        if before is after and after is State.QUEUED:
+            return
         assert legal(before, after), f"sample {sample.id} cannot go from {before} to {after}"
         now = self.clock()
         sample.state = after
-        sample.times[after] = now
-        event = Event(now, sample, before, after)
+        sample.history.append((after, now))
+        self._tell(Event(now, sample, before, after))
+
+    def _tell(self, event: Event | DrawEvent) -> None:
         for listener in self.listeners:
             listener(event)
 
-    def _explain_failure(self) -> None:
-        first = self.failed[0]
-        raise RolloutError(
-            f"all {len(self.failed)} samples of the step failed, so there is nothing to train on. "
-            f"The first, {first.id} of domain '{first.prompt.domain}': {first.failure}"
-        )
+
+_Verdict = tuple[Fate, str] | None
+
+
+class _Failed(Exception):
+    """Ends a sample: what failed, at which boundary."""
+
+    def __init__(self, error: BaseException | Failure, boundary: str = "", seconds: float = 0.0) -> None:
+        super().__init__(str(error))
+        if isinstance(error, Failure):
+            self.failure = error
+        else:
+            text = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else str(error)
+            self.failure = Failure(type(error).__name__, boundary, text)
+
+
+def _oldest(group: Group) -> Version:
+    """The oldest weights that wrote a token of the group."""
+    versions = [v for v in (s.oldest_version() for s in group.samples) if v is not None]
+    return min(versions, default=0)
+
+
+@dataclass
+class StepStats:
+    """What happened since the last `take` began."""
+
+    started: int = 0
+    retried: int = 0
+    failed: list[Sample] = field(default_factory=list)
+    dropped: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (domain, fate, reason) → groups
+    length_bias: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Counts of samples and groups by what became of them, in all and by domain."""
+        metrics = {
+            "rollout/started": float(self.started),
+            "rollout/retried": float(self.retried),
+            "rollout/failed": float(len(self.failed)),
+            "rollout/length_bias": self.length_bias,
+        }
+        for (domain, fate, _), count in sorted(self.dropped.items()):
+            for name in (f"rollout/groups_{fate}", f"rollout/groups_{fate}/{domain}"):
+                metrics[name] = metrics.get(name, 0.0) + count
+        return metrics
+
+
+class LengthBias:
+    """Mean length of accepted samples against that of all samples that finished, over the run so far.
+
+    In arrival order short samples finish first and are accepted more often; 0 is unbiased, -0.1 means accepted samples
+    are 10% shorter.
+    """
+
+    def __init__(self) -> None:
+        self.all = [0, 0]
+        self.kept = [0, 0]
+
+    def finished(self, sample: Sample) -> None:
+        """Count a sample that ran to its end."""
+        self.all[0] += sample.policy_length()
+        self.all[1] += 1
+
+    def accepted(self, groups: Sequence[Group], stats: StepStats) -> None:
+        """Count the samples of a batch, and note the bias."""
+        for group in groups:
+            self.kept[0] += sum(s.policy_length() for s in group.samples)
+            self.kept[1] += len(group.samples)
+        if self.kept[1] and self.all[0]:
+            stats.length_bias = (self.kept[0] / self.kept[1]) / (self.all[0] / self.all[1]) - 1.0

@@ -31,10 +31,13 @@ class Checkpoints:
         return sorted(int(p.name.removeprefix("step-")) for p in found)
 
     async def save(self, step: int, write: Callable[[Path], Awaitable[None]], state: Mapping[str, Any]) -> None:
-        """Write a checkpoint; it exists only once all of it is on disk. Then drop those no longer kept."""
+        """Write a checkpoint; it exists only once all of it is on disk."""
         with new_folder(self.path(step)) as folder:
             await write(folder)
             (folder / STATE).write_text(json.dumps({"step": step, **state}, indent=2))
+
+    def prune(self) -> None:
+        """Drop those no longer kept. Call it once the newest is committed: until then an older one is the way back."""
         kept = {*self.steps()[-self.keep :], self.best_step()}
         for old in self.steps():
             if old not in kept:

@@ -35,7 +35,7 @@ SCHEMA = pa.schema(
         ("reward", pa.float32()),
         ("rewards", pa.string()),
         ("failure", pa.string()),
-        ("times", pa.string()),
+        ("history", pa.string()),
         ("traces", pa.list_(TRACE)),
     ]
 )
@@ -57,7 +57,7 @@ def _row(step: int, kind: str, sample: Sample) -> dict[str, Any]:
         "reward": sample.reward,
         "rewards": json.dumps(sample.rewards),
         "failure": str(sample.failure) if sample.failure else None,
-        "times": json.dumps(sample.times),
+        "history": json.dumps(sample.history),
         "traces": [
             {"tokens": t.tokens, "owners": [int(o) for o in t.owners], "logprobs": t.logprobs, "versions": t.versions}
             for t in sample.traces
@@ -74,6 +74,6 @@ def write_samples(path: Path, step: int, kind: str, samples: Sequence[Sample]) -
 def read_samples(path: Path) -> Iterator[dict[str, Any]]:
     """Read them back as plain rows."""
     for row in pq.read_table(path).to_pylist():
-        for column in ("columns", "rewards", "times"):
+        for column in ("columns", "rewards", "history"):
             row[column] = json.loads(row[column])
         yield row

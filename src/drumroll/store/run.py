@@ -20,7 +20,7 @@ from drumroll.store.checkpoints import Checkpoints
 from drumroll.store.files import explained, write_text
 from drumroll.store.rollouts import read_samples, write_samples
 
-CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+CONFIG, METRICS, SUMMARY, LEDGER = "config.yaml", "metrics.jsonl", "summary.json", "ledger.sqlite"
 
 
 class Run:

@@ -1,0 +1,251 @@
+"""Simulated engines, rewards, environments and prompts for the real scheduler on virtual time.
+
+Lengths and rewards depend only on (seed, draw, place in the group), so that two schedules can be compared on the same
+draws. Used by the scheduler's tests and benchmarks and by `drumroll plan --simulate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from drumroll.config.rollout import RolloutConfig
+from drumroll.engines import Completion, EngineLost, Request
+from drumroll.rollout.lifecycle import Listener
+from drumroll.rollout.router import Router
+from drumroll.rollout.scheduler import Rollouts
+from drumroll.sample import Failure, Prompt, Sample, StopReason, Version
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is generated and how long it takes. Times are in median generation times."""
+
+    engines: int = 8
+    slots: int = 64
+    sigma: float = 1.0
+    longest: float = 8.0
+    reward_time: float = 1.0
+    train_time: float = 0.0
+    filtered: float = 0.5
+    median_tokens: int = 16
+    seed: int = 0
+
+    def length(self, draw: int, index: int, turn: int = 0) -> float:
+        """Log-normal, median 1, capped."""
+        rng = random.Random(f"length/{self.seed}/{draw}/{index}/{turn}")
+        return min(self.longest, math.exp(self.sigma * rng.gauss(0, 1)))
+
+    def useful(self, draw: int) -> bool:
+        """Whether a group survives the filter."""
+        return random.Random(f"useful/{self.seed}/{draw}").random() >= self.filtered
+
+    def reward(self, draw: int, index: int) -> float:
+        """Groups that are to be filtered have equal rewards."""
+        return float(index % 2) if self.useful(draw) else 0.0
+
+
+class SimSource:
+    """An endless row of prompts that know their draw number."""
+
+    def __init__(self, domains: tuple[str, ...] = ("a", "b")) -> None:
+        self.domains = domains
+        self.count = 0
+
+    def draw(self) -> Prompt:
+        """The next prompt."""
+        number = self.count
+        self.count += 1
+        return Prompt(f"p{number}", self.domains[number % len(self.domains)], str(number), (number,))
+
+    def exhausted(self) -> bool:
+        """Never."""
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """How many were drawn."""
+        return {"count": self.count}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to a state."""
+        self.count = state["count"]
+
+
+@dataclass
+class _Call:
+    """A request that an engine works on."""
+
+    request: Request
+    reply: asyncio.Future[Completion]
+    began: float
+    tokens: int
+
+
+class SimEngine:
+    """Generates at constant speed in each of its slots; knows which weights it held when."""
+
+    def __init__(self, name: str, slots: int, work: Workload) -> None:
+        self.name = name
+        self.slots = slots
+        self.work = work
+        self.switches: list[tuple[float, Version]] = [(-math.inf, 0)]
+        self.calls: dict[str, _Call] = {}
+        self.alive = True
+
+    async def generate(self, request: Request) -> Completion:
+        """One turn; its whole length depends on the sample, also when it is resumed."""
+        if not self.alive:
+            raise EngineLost(f"{self.name} is gone")
+        assert len(self.calls) < self.slots, f"{self.name} was given more than its {self.slots} slots"
+        loop = asyncio.get_running_loop()
+        draw, index = (int(part) for part in request.id.partition("#")[0].partition("~")[0].split("."))
+        whole = max(1, round(self.work.length(draw, index) * self.work.median_tokens))
+        tokens = max(1, whole - (len(request.tokens) - 1))
+        call = _Call(request, loop.create_future(), loop.time(), tokens)
+        self.calls[request.id] = call
+        for delay in self.replies(call):
+            loop.call_later(delay, self._answer, call)
+        try:
+            return await call.reply
+        finally:
+            self.calls.pop(request.id, None)
+
+    def replies(self, call: _Call) -> list[float]:
+        """When the answer arrives; a test's engine loses, delays and repeats it."""
+        return [call.tokens / self.work.median_tokens]
+
+    def _answer(self, call: _Call) -> None:
+        if not call.reply.done():
+            call.reply.set_result(self._completion(call, call.tokens, StopReason.EOS))
+
+    def _completion(self, call: _Call, tokens: int, stop: StopReason) -> Completion:
+        step = 1 / self.work.median_tokens
+        if len(self.switches) == 1 or self.switches[-1][0] <= call.began:
+            versions = [self.switches[-1][1]] * tokens
+        else:
+            versions = [self._version_at(call.began + i * step) for i in range(tokens)]
+        return Completion([1] * tokens, [-1.0] * tokens, versions, stop)
+
+    def _version_at(self, time: float) -> Version:
+        return next(version for since, version in reversed(self.switches) if since <= time)
+
+    def switch(self, version: Version) -> None:
+        """New weights, in flight."""
+        self.switches.append((asyncio.get_running_loop().time(), version))
+
+    def interrupt(self) -> None:
+        """Hand back what every request has so far."""
+        now = asyncio.get_running_loop().time()
+        for call in list(self.calls.values()):
+            if not call.reply.done():
+                done = min(call.tokens - 1, int((now - call.began) * self.work.median_tokens))
+                call.reply.set_result(self._completion(call, done, StopReason.ABORTED))
+
+    def crash(self) -> None:
+        """All requests are lost."""
+        self.alive = False
+        for call in list(self.calls.values()):
+            if not call.reply.done():
+                call.reply.set_exception(EngineLost(f"{self.name} crashed"))
+
+
+class SimScorer:
+    """Rewards that take their time."""
+
+    def __init__(self, work: Workload) -> None:
+        self.work = work
+
+    async def score(self, sample: Sample) -> None:
+        """Wait, then give the reward that the workload says."""
+        if self.work.reward_time:
+            await asyncio.sleep(self.work.reward_time)
+        sample.reward = self.work.reward(sample.draw, sample.index)
+
+    @staticmethod
+    def failed(kind: str, text: str) -> Failure:
+        """A failure as a real scorer reports it."""
+        return Failure(kind, "reward 'simulated'", text)
+
+
+@dataclass
+class Outcome:
+    """What a simulated run took."""
+
+    steps: int
+    seconds: float
+    useful: float
+    slots: int
+    started: int
+
+    @property
+    def utilisation(self) -> float:
+        """Share of all slot time spent on tokens of groups that were trained on."""
+        return self.useful / (self.seconds * self.slots)
+
+
+async def simulate(work: Workload, config: RolloutConfig, steps: int, listeners: tuple[Listener, ...] = ()) -> Outcome:
+    """Run the scheduler for some steps, with a learner that takes `train_time`."""
+    loop = asyncio.get_running_loop()
+    router = Router(config.engine_timeout)
+    engines = [SimEngine(f"e{i}", work.slots, work) for i in range(work.engines)]
+    for engine in engines:
+        router.join(engine.name, engine.generate, engine.slots, engine.interrupt)
+    rollouts = Rollouts(
+        config, work.seed, SimSource(), router, SimScorer(work), lambda tokens: "", listeners=listeners, clock=loop.time
+    )
+    tokens = started = 0
+    for step in range(1, steps + 1):
+        groups = await rollouts.take(config.prompts)
+        started += rollouts.stats.started
+        tokens += sum(s.policy_length() for g in groups for s in g.samples)
+        if work.train_time:
+            await asyncio.sleep(work.train_time)
+        for engine in engines:
+            engine.switch(step)
+        rollouts.publish(step)
+        rollouts.trained(groups)
+    outcome = Outcome(steps, loop.time(), tokens / work.median_tokens, work.engines * work.slots, started)
+    await rollouts.close()
+    return outcome
+
+
+def barrier(work: Workload, config: RolloutConfig, steps: int) -> Outcome:
+    """The batch-level baseline on the same draws: generate all, then reward all, refill until enough.
+
+    Every round fills up to what is still needed times `oversample`, generates all of it by list scheduling over the
+    slots, waits for the last sample, scores, and keeps the useful groups.
+    """
+    slots, clock, useful_time, draw, started = work.engines * work.slots, 0.0, 0.0, 0, 0
+    for _ in range(steps):
+        have = 0
+        while have < config.prompts:
+            count = math.ceil((config.prompts - have) * config.oversample)
+            draws = range(draw, draw + count)
+            draw += count
+            lengths = [[_tokens(work, d, i) for i in range(config.samples)] for d in draws]
+            started += count * config.samples
+            clock += greedy_makespan([t for group in lengths for t in group], slots) + work.reward_time
+            for d, group in zip(draws, lengths, strict=True):
+                if work.useful(d) and have < config.prompts:
+                    have += 1
+                    useful_time += sum(group)
+        clock += work.train_time
+    return Outcome(steps, clock, useful_time, slots, started)
+
+
+def _tokens(work: Workload, draw: int, index: int) -> float:
+    """A sample's generation time, in whole tokens as the simulated engine counts them."""
+    return max(1, round(work.length(draw, index) * work.median_tokens)) / work.median_tokens
+
+
+def greedy_makespan(jobs: list[float], slots: int) -> float:
+    """When list scheduling ends: every job, in order, goes to the slot that is free first."""
+    free = [0.0] * slots
+    for job in jobs:
+        heapq.heapreplace(free, free[0] + job)
+    return max(free)
