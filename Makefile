@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help quickstart test test-slow check format smollm2 tiny bench system clean
+.PHONY: help quickstart test test-slow soak check format smollm2 tiny bench system clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -19,6 +19,9 @@ test: system $(VENV)/installed-dev check ## install what tests need, then check 
 
 test-slow: system $(VENV)/installed-dev ## the long tests
 	$(BIN)/python -m pytest -m slow
+
+soak: $(VENV)/installed-dev ## the scheduler in 10,000 simulated worlds
+	$(BIN)/python -m pytest tests/simulation --worlds 10000
 
 check: $(VENV)/installed-dev ## lint and type-check
 	$(BIN)/ruff check .

@@ -12,6 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+sys.path.insert(0, str(ROOT / "tests" / "simulation"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--worlds", type=int, default=2000, help="how many simulated worlds to play")
+
+
 SMALL: dict[str, Any] = {
     "name": "small",
     "model": "tiny",

@@ -127,6 +127,37 @@ def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pip
     click.echo(describe(key.partition("=")[0], loaded, pipeline))
 
 
+@cli.command()
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1)
+@click.option("--simulate", is_flag=True, help="Play the rollout schedule on virtual time and show what limits it.")
+@click.option("--engines", default=None, type=int, help="Engines. Default: the recipe's roles.rollout.workers.")
+@click.option("--steps", default=20, show_default=True, help="Steps to simulate.")
+@click.option("--sigma", default=1.0, show_default=True, help="Spread of the log-normal lengths.")
+@click.option("--longest", default=8.0, show_default=True, help="Longest sample, in median lengths.")
+@click.option("--reward-time", default=0.1, show_default=True, help="Time of a reward, in median generation times.")
+@click.option("--train-time", default=1.0, show_default=True, help="Time of an update, in median generation times.")
+@click.option("--filtered", default=0.0, show_default=True, help="Share of groups that the filter drops.")
+def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int | None, **work: Any) -> None:
+    """The arithmetic of a RECIPE before any device is taken; with --simulate its schedule on virtual time."""
+    from drumroll.config import RLConfig, load
+    from drumroll.config.explain import arithmetic
+
+    config = load(recipe, overrides).config
+    for line in arithmetic(config):
+        click.echo(line)
+    if not simulate:
+        return
+    if not isinstance(config, RLConfig):
+        raise DrumrollError("only reinforcement learning has rollouts to simulate; this recipe is pipeline: sft.")
+    from rich.console import Console
+
+    from drumroll.observe.plan import simulation_table
+
+    steps = work.pop("steps")
+    Console().print(simulation_table(config, engines or config.roles.rollout.workers, steps, work))
+
+
 @cli.group()
 def run() -> None:
     """Look at an existing run."""
@@ -162,6 +193,28 @@ def samples(run_path: str, step: int | None, kind: str | None, domain: str | Non
     from drumroll.store.run import Run
 
     Console().print(sample_table(Run.open(run_path), step, kind, domain, limit))
+
+
+@run.command()
+@click.argument("run_path", metavar="RUN")
+@click.option("--prompt", help="Everything that happened to the prompt with this id.")
+@click.option("--in-flight", is_flag=True, help="Samples without a fate: under way now, or when the run was killed.")
+@click.option("--by", multiple=True, type=click.Choice(["step", "domain"]), help="Break the counts down; may be given twice.")
+def ledger(run_path: str, prompt: str | None, in_flight: bool, by: tuple[str, ...]) -> None:
+    """What became of every prompt drawn and every sample started."""
+    from rich.console import Console
+
+    from drumroll.observe.books import flight_table, prompt_table, summary_tables
+    from drumroll.store.ledger import Ledger
+    from drumroll.store.run import LEDGER, Run
+
+    books = Ledger(Run.open(run_path).path / LEDGER, read_only=True)
+    if prompt is not None:
+        tables = prompt_table(books, prompt)
+    else:
+        tables = flight_table(books) if in_flight else summary_tables(books, by)
+    for table in tables:
+        Console().print(table)
 
 
 @run.command()

@@ -27,7 +27,7 @@ async def train(session: Session, config: RLConfig) -> None:
                 groups = await rollouts.take(config.rollout.prompts)
             if not groups:
                 break
-            metrics = describe(groups, rollouts.version) | rollouts.stats.metrics()
+            metrics = describe(groups, rollouts.version) | rollouts.stats.metrics() | rollouts.source.metrics()
 
             with session.stage("infer"):
                 batch = pack(groups, oldest=rollouts.oldest_trainable())

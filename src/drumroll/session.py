@@ -240,12 +240,12 @@ class Session:
                 self.progress.close()
 
     async def _save_interrupted(self) -> None:
-        with suppress(ValueError):
-            saved = self.run.checkpoints.steps()
-            if self._committed and await self.workers.actor.call(0, Learner.whole) and self.step not in saved:
-                await self._save()
-                if self.ledger is not None:
-                    self.ledger.checkpointed(self.step, self.run.checkpoints.path(self.step))
+        """Save the last committed step, unless the weights have moved beyond it."""
+        updates = await self.workers.actor.call(0, Learner.updates)
+        if self._committed and updates == self.step and self.step not in self.run.checkpoints.steps():
+            await self._save()
+            if self.ledger is not None:
+                self.ledger.checkpointed(self.step, self.run.checkpoints.path(self.step))
         self._close_ledger()
         self.trackers.close()
         steps = self.run.checkpoints.steps()

@@ -14,31 +14,14 @@ from drumroll.cluster.workers import Workers, open_workers
 from drumroll.config import AnyConfig, RLConfig
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
-from drumroll.engines import Completion, Engine, Request
 from drumroll.learners import Learner, Metrics, Update
 from drumroll.rewards import Scorer
 from drumroll.rollout.evaluation import Evaluator, open_sets
 from drumroll.rollout.lifecycle import Listener
-from drumroll.rollout.router import Router
 from drumroll.rollout.scheduler import Decode, Rollouts
 from drumroll.sample import Group
 
 __all__ = ["advantages", "infer", "open_evaluator", "open_rollouts", "open_workers", "pack", "publish", "update"]
-
-
-def open_router(config: RLConfig, workers: Workers) -> Router:
-    """The engines of the rollout role, behind one queue."""
-    router = Router(config.rollout.engine_timeout)
-    for rank in range(workers.rollout.size):
-
-        async def generate(request: Request, rank: int = rank) -> Completion:
-            return await workers.rollout.call(rank, Engine.generate, request)
-
-        def interrupt(rank: int = rank) -> None:
-            workers.interrupt_engine(rank)
-
-        router.join(f"engine-{rank}", generate, config.roles.rollout.slots, interrupt)
-    return router
 
 
 def decoder(workers: Workers) -> Decode:
@@ -51,8 +34,7 @@ def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listen
     scorer = Scorer(config.rewards(), config.rollout.reward_timeout, config.rollout.reward_workers)
     workers.closing.append(scorer.close)
     source = PromptSource(config.data, config.seed, Renderer(workers.tokenizer), scorer.required_columns)
-    router = open_router(config, workers)
-    return Rollouts(config.rollout, config.seed, source, router, scorer, decoder(workers), listeners=listeners)
+    return Rollouts(config.rollout, config.seed, source, workers.router, scorer, decoder(workers), listeners=listeners)
 
 
 def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
@@ -64,10 +46,7 @@ def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
     sets = open_sets(config.eval, Renderer(workers.tokenizer), scorer.required_columns)
     longest = config.rollout.max_tokens if isinstance(config, RLConfig) else config.eval_max_tokens
 
-    async def generate(request: Request) -> Completion:
-        return await workers.rollout.call(request.place % workers.rollout.size, Engine.generate, request)
-
-    return Evaluator(config.eval, sets, generate, scorer, decoder(workers), config.seed, longest)
+    return Evaluator(config.eval, sets, workers.router, scorer, decoder(workers), config.seed, longest)
 
 
 def open_algorithm(config: RLConfig) -> Algorithm:

@@ -9,13 +9,12 @@ import torch
 
 from drumroll.batch import pack
 from drumroll.config.optim import OptimConfig
-from drumroll.engines import Request, Sampling
+from drumroll.engines import EngineLost, Request, Sampling
 from drumroll.engines.native import NativeEngine
 from drumroll.engines.sampler import choose, keyed_uniform
 from drumroll.learners.torch import TorchLearner
 from drumroll.models.loading import load
-from drumroll.rollout.evaluation import attempt
-from drumroll.sample import Group, Prompt, Sample, StopReason
+from drumroll.sample import Group, Owner, Prompt, Sample, StopReason, Trace
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,11 @@ def test_logprobs_equal_the_learners(which, model, request):
     for i, one in enumerate(wanted):
         prompt = Prompt(str(i), "d", "", one.tokens)
         sample = Sample(prompt, i, 0, reward=0.0)
-        asyncio.run(attempt(sample, one, engine.generate, model.tokenizer.decode))
+        done = run(engine, [one])[0]
+        trace = Trace()
+        trace.extend(list(one.tokens), Owner.PROMPT)
+        trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)
+        sample.traces = [trace]
         groups.append(Group(prompt, i, [sample]))
     batch = pack(groups)
     gap = (learner.logprobs(batch, 0.7) - batch.behaviour)[batch.mask].abs().max()
@@ -159,6 +162,77 @@ def test_a_broken_model_fails_the_requests_not_the_engine(model):
         run(engine, [bad])
     assert run(engine, requests(4))[0].tokens
     engine.close()
+
+
+# --- weights that change in flight ---
+
+
+def perturbed(model):
+    torch.manual_seed(3)
+    return {n: p + 0.02 * torch.randn_like(p) for n, p in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_switching_weights_in_flight_loses_no_request(recompute):
+    """Tokens before the switch are the old weights', tokens after it the new ones', each knowing its version."""
+    model = load("tiny-random", seed=0)
+    engine = NativeEngine(model, slots=4, context=200)
+    new = perturbed(model)
+
+    async def go():
+        wanted = [Request(f"r{i}", (5, 6, 7 + i), Sampling(1.0, 150), i) for i in range(6)]
+        tasks = [asyncio.create_task(engine.generate(r)) for r in wanted]
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(engine.load, 1, new, recompute=recompute)
+        return wanted, await asyncio.gather(*tasks)
+
+    wanted, done = asyncio.run(go())
+    engine.close()
+    assert any({0, 1} <= set(c.versions) for c in done), "no sample spans the switch"
+    assert all(c.versions == sorted(c.versions) for c in done)
+    if recompute:  # then every later token is exactly what the new weights say, prefix included
+        learner = TorchLearner(model, OptimConfig(), total_steps=1)
+        groups = []
+        for i, (one, c) in enumerate(zip(wanted, done, strict=True)):
+            trace = Trace()
+            trace.extend(list(one.tokens), Owner.PROMPT)
+            trace.extend(c.tokens, Owner.POLICY, c.logprobs, c.versions)
+            prompt = Prompt(str(i), "d", "", one.tokens)
+            groups.append(Group(prompt, i, [Sample(prompt, i, 0, traces=[trace], reward=0.0)]))
+        batch = pack(groups)
+        gap = (learner.logprobs(batch, 1.0) - batch.behaviour).abs()
+        assert gap[batch.mask & (batch.versions == 1)].max() < 1e-4
+        assert gap[batch.mask & (batch.versions == 0)].max() > 1e-3
+
+
+def test_an_interrupted_request_goes_on_where_it_stopped(engine):
+    """Interrupted and resumed under the same weights, a sample is the same as never interrupted."""
+    whole = run(engine, [Request("w", (5, 6), Sampling(1.0, 25), 9)])[0]
+
+    async def go():
+        task = asyncio.create_task(engine.generate(Request("a", (5, 6), Sampling(1.0, 25), 9)))
+        await asyncio.sleep(0.02)
+        engine.interrupt()
+        first = await task
+        rest = await engine.generate(Request("b", (5, 6, *first.tokens), Sampling(1.0, 25 - len(first.tokens)), 9))
+        return first, rest
+
+    first, rest = asyncio.run(go())
+    if first.stop is StopReason.ABORTED:
+        assert first.tokens + rest.tokens == whole.tokens
+
+
+def test_a_killed_engine_thread_loses_its_requests_and_says_so(model):
+    engine = NativeEngine(model, slots=4, context=32)
+
+    def die():
+        raise SystemExit
+
+    engine._decode = die
+    with pytest.raises(EngineLost):
+        run(engine, requests(2))
+    with pytest.raises(EngineLost):
+        run(engine, requests(2))
 
 
 # --- the sampler ---

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,25 +18,26 @@ import torch
 
 from drumroll.cluster.group import LocalGroup, Role, WorkerGroup
 from drumroll.config import AnyConfig, RLConfig
-from drumroll.engines import Engine
+from drumroll.engines import Completion, Engine, EngineLost, Request
 from drumroll.engines.native import NativeEngine
 from drumroll.learners import Learner
 from drumroll.learners.torch import TorchLearner
 from drumroll.models import attention
 from drumroll.models.loading import LoadedModel, load
+from drumroll.rollout.router import Router
 from drumroll.sample import Version
 
 
 @dataclass
 class Workers:
-    """The worker groups of a run, and the tokenizer they share."""
+    """The worker groups of a run, the queue in front of its engines, and the tokenizer."""
 
     actor: WorkerGroup[Learner]
     rollout: WorkerGroup[Engine]
     reference: WorkerGroup[Learner] | None
     tokenizer: Any
+    router: Router
     interrupt: Callable[[], None]
-    interrupt_engine: Callable[[int], None]
     shared: bool
     recompute: bool = False
     closing: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
@@ -46,7 +48,9 @@ class Workers:
             await self.rollout.broadcast(Engine.set_version, version)
             return
         weights = await self.actor.call(0, Learner.weights)
-        await self.rollout.broadcast(Engine.load, version, weights, recompute=self.recompute)
+        for rank in range(self.rollout.size):
+            with suppress(EngineLost):  # the router learns of it with the next request
+                await self.rollout.call(rank, Engine.load, version, weights, recompute=self.recompute)
 
     async def close(self) -> None:
         """Free all roles."""
@@ -75,16 +79,29 @@ def open_workers(config: AnyConfig) -> Workers:
     reference: LocalGroup[Learner] | None = None
     if isinstance(config, RLConfig) and config.algorithm.kl > 0:
         reference = LocalGroup(Role.REFERENCE, [_frozen(config)])
+    rollout: LocalGroup[Engine] = LocalGroup(Role.ROLLOUT, engines)
     return Workers(
         actor=LocalGroup(Role.ACTOR, [learner]),
-        rollout=LocalGroup(Role.ROLLOUT, engines),
+        rollout=rollout,
         reference=reference,
         tokenizer=model.tokenizer,
+        router=_router(config, rollout, engines),
         interrupt=learner.interrupt,
-        interrupt_engine=lambda rank: engines[rank].interrupt(),
         shared=shared,
         recompute=isinstance(config, RLConfig) and config.rollout.kv_at_switch == "recompute",
     )
+
+
+def _router(config: AnyConfig, group: WorkerGroup[Engine], engines: Sequence[Engine]) -> Router:
+    """The engines behind one queue."""
+    router = Router(config.rollout.engine_timeout) if isinstance(config, RLConfig) else Router()
+    for rank, engine in enumerate(engines):
+
+        async def generate(request: Request, rank: int = rank) -> Completion:
+            return await group.call(rank, Engine.generate, request)
+
+        router.join(f"engine-{rank}", generate, engine.capacity(), engine.interrupt)
+    return router
 
 
 def _engine(config: AnyConfig, model: LoadedModel) -> NativeEngine:

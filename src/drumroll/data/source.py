@@ -167,6 +167,11 @@ class PromptSource:
         largest = max(finite, key=lambda s: len(s.rows) if isinstance(s.rows, list) else 0)
         return largest.epochs() >= self.config.epochs
 
+    def metrics(self) -> dict[str, float]:
+        """Over-long prompts met so far, and passes over the largest finite dataset."""
+        epochs = max((s.epochs() for s in self._streams), default=0.0)
+        return {"data/overlong": float(self.overlong), **({"data/epoch": epochs} if epochs else {})}
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: how many rows were taken from each dataset."""
         taken = {s.reader.name: s.taken for s in self._streams}

@@ -122,6 +122,7 @@ class NativeEngine:
         return KVCache(kv_shapes(module), self.slots, self.context, module.dtype, self.device)
 
     def _run(self) -> None:
+        reason = "the engine was closed"
         try:
             while self._collect():
                 try:
@@ -130,7 +131,9 @@ class NativeEngine:
                         self._decode()
                 except Exception as error:
                     self._fail_all(error)
-        finally:  # closed, or the thread is being killed: nobody may wait for it
+        except BaseException as error:  # the thread dies, and the requests carry the reason to whoever waits
+            reason = f"the engine died of {type(error).__name__}: {error}"
+        finally:
             with self._wake:
                 self._closed = True
                 self._waiting.extend(self._inbox)
@@ -138,7 +141,7 @@ class NativeEngine:
                 switch, self._switch = self._switch, None
             if switch is not None:
                 switch[3].set()
-            self._fail_all(EngineLost("the engine has ended"))
+            self._fail_all(EngineLost(reason))
 
     def _collect(self) -> bool:
         """Wait for work; take in new requests, aborts and new weights. False when closed."""

@@ -45,8 +45,8 @@ class Learner(Protocol):
         """End a running update before its next micro-batch; callable from any thread."""
         ...
 
-    def whole(self) -> bool:
-        """Whether the weights are those after a complete update."""
+    def updates(self) -> int | None:
+        """How many updates the weights have seen; None in the middle of one."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -96,8 +96,8 @@ class TorchLearner:
     def interrupt(self) -> None:
         self._stop.set()
 
-    def whole(self) -> bool:
-        return not self._partial
+    def updates(self) -> int | None:
+        return None if self._partial else self.step
 
     def _minibatches(self, batch: Batch) -> list[Batch]:
         size = self.config.minibatch or batch.num_samples

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drumroll.config.eval import EvalConfig, EvalSetConfig
 from drumroll.data.render import Renderer
 from drumroll.data.rows import read
 from drumroll.data.source import Reader, RequiredColumns
-from drumroll.engines import Completion, Request, Sampling
-from drumroll.errors import DataError
+from drumroll.engines import EngineLost, Request, Sampling
+from drumroll.errors import DataError, NoEngines
+from drumroll.rollout.router import Router
 from drumroll.rollout.scheduler import Decode, Score
 from drumroll.sample import Owner, Prompt, Sample, Trace, sample_seed
-
-Generate = Callable[[Request], Awaitable[Completion]]
 
 
 @dataclass
@@ -39,17 +39,6 @@ def open_sets(config: EvalConfig, renderer: Renderer, required: RequiredColumns)
     return sets
 
 
-async def attempt(sample: Sample, request: Request, generate: Generate, decode: Decode) -> None:
-    """Let the model write one completion, kept token by token as sampled."""
-    completion = await generate(request)
-    trace = Trace()
-    trace.extend(list(request.tokens), Owner.PROMPT)
-    trace.extend(completion.tokens, Owner.POLICY, completion.logprobs, completion.versions)
-    sample.traces = [trace]
-    sample.stop = completion.stop
-    sample.completion = decode(completion.tokens)
-
-
 class Evaluator:
     """Generates and scores the held-out sets."""
 
@@ -57,7 +46,7 @@ class Evaluator:
         self,
         config: EvalConfig,
         sets: list[EvalSet],
-        generate: Generate,
+        router: Router,
         scorer: Score,
         decode: Decode,
         seed: int,
@@ -65,7 +54,7 @@ class Evaluator:
     ) -> None:
         self.config = config
         self.sets = sets
-        self.generate = generate
+        self.router = router
         self.scorer = scorer
         self.decode = decode
         self.seed = seed
@@ -95,11 +84,26 @@ class Evaluator:
             seed = sample_seed(self.seed, stream, sample.draw, sample.index)
             place = sample.draw * count + sample.index
             request = Request(f"{stream}/{sample.id}", sample.prompt.tokens, sampling, seed, place)
-            await attempt(sample, request, self.generate, self.decode)
+            await self._attempt(sample, request)
             await self.scorer.score(sample)
 
         await asyncio.gather(*(one(sample) for sample in samples))
         return samples
+
+    async def _attempt(self, sample: Sample, request: Request) -> None:
+        """One completion; an engine lost on the way is one more try on another."""
+        while True:
+            try:
+                done = await self.router.generate(request, sample.prompt.id, request.place, math.inf, lambda: None)
+                break
+            except EngineLost:
+                if self.router.hopeless is not None or not self.router.routes:
+                    raise NoEngines("no engine is alive to evaluate with.") from None
+        trace = Trace()
+        trace.extend(list(request.tokens), Owner.PROMPT)
+        trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)
+        sample.traces, sample.stop = [trace], done.stop
+        sample.completion = self.decode(done.tokens)
 
     def _metrics(self, name: str, samples: list[Sample], count: int) -> dict[str, float]:
         """A failed sample counts as 0: an evaluation must not improve by failing."""

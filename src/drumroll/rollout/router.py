@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 
@@ -113,7 +114,7 @@ class Router:
         route = await self._acquire(key, priority)
         try:
             started()
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(None if seconds == math.inf else seconds):
                 return await route.generate(request)
         except EngineLost:
             if self.routes.get(route.name) is route:

@@ -37,6 +37,7 @@ class Source(Protocol):
 
     def draw(self) -> Prompt: ...
     def exhausted(self) -> bool: ...
+    def metrics(self) -> dict[str, float]: ...
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -116,7 +117,8 @@ class Rollouts:
         self._open = False
         self._step_draws = 0
         self._changed = asyncio.Event()
-        self.stats = StepStats()
+        self.stats = StepStats()  # of the last step
+        self._current = StepStats()  # since its batch was taken
         self._lengths = LengthBias()
         router.on_hopeless = self._changed.set
 
@@ -124,7 +126,7 @@ class Rollouts:
 
     async def take(self, count: int) -> list[Group]:
         """The next `count` useful groups (fewer only when the data ends); surplus at staleness 0 is given up at once."""
-        self._open, self._step_draws, self.stats = True, 0, StepStats()
+        self._open, self._step_draws = True, 0
         self._wanted = count
         self._advance()
         self._pump()
@@ -136,12 +138,13 @@ class Rollouts:
         self._wanted = 0
         assert self.config.overage == "mask" or all(_oldest(g) >= self.oldest_trainable() for g in groups), "over-age group"
         self._training = groups
-        self._lengths.accepted(groups, self.stats)
+        self._lengths.accepted(groups, self._current)
         if self.config.lag_limit == 0:
             self._open = False
             self._give_up_surplus(groups)
         elif self.config.partial:
             self.router.pause()
+        self.stats, self._current = self._current, StepStats()
         self._pump()
         return groups
 
@@ -192,6 +195,8 @@ class Rollouts:
         flights = list(self._flights.values())
         for flight in flights:
             self._abort(flight, Fate.ABORTED, "the run ended")
+        for group in [*self._training, *self._ready, *(r[0] for r in self._complete.values() if r is not None)]:
+            self._end(group, Fate.ABORTED, "the run ended")
         await asyncio.gather(*(t for f in flights for t in f.tasks.values()), return_exceptions=True)
 
     # --- starting ---
@@ -247,7 +252,7 @@ class Rollouts:
         group.samples.append(sample)
         flight.unsettled += 1
         flight.tasks[index] = asyncio.get_running_loop().create_task(self._live(flight, sample))
-        self.stats.started += 1
+        self._current.started += 1
 
     # --- the life of a sample ---
 
@@ -258,7 +263,7 @@ class Rollouts:
             await self._score(sample)
         except _Failed as failed:
             sample.failure = failed.failure
-            self.stats.failed.append(sample)
+            self._current.failed.append(sample)
             self._move(sample, Fate.FAILED)
         self._settled(flight, sample)
 
@@ -295,7 +300,7 @@ class Rollouts:
                 tries += 1
                 if tries > self.config.retries:
                     raise _Failed(error, "generation", self.config.generation_timeout) from None
-                self.stats.retried += 1
+                self._current.retried += 1
                 self._move(sample, State.QUEUED)
                 continue
             trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)
@@ -324,7 +329,7 @@ class Rollouts:
             await self.scorer.score(sample)
             if sample.failure is None or sample.failure.kind != TimeoutError.__name__ or tries == self.config.retries:
                 break
-            self.stats.retried += 1
+            self._current.retried += 1
             self._move(sample, State.SCORING)
         if sample.failure is not None:
             raise _Failed(sample.failure)
@@ -392,7 +397,7 @@ class Rollouts:
         domain = group.prompt.domain
         if verdict is not None:
             fate, reason = verdict
-            self.stats.dropped[(domain, fate.value, reason)] += 1
+            self._current.dropped[(domain, fate.value, reason)] += 1
             self._end(group, fate, reason)
             return
         group.samples = [s for s in group.samples if s.state is State.SCORED]
@@ -416,7 +421,7 @@ class Rollouts:
             if isinstance(sample.state, State):
                 self._move(sample, fate)
         self._land(flight)
-        self.stats.dropped[(group.prompt.domain, fate.value, reason)] += 1
+        self._current.dropped[(group.prompt.domain, fate.value, reason)] += 1
         self._end(group, fate, reason)
         if self.config.order == "draw" and fate is Fate.STALE:
             self._complete[group.draw] = None
@@ -433,7 +438,7 @@ class Rollouts:
             self._abort(flight, Fate.ABORTED, "surplus")
         complete = [r[0] for r in self._complete.values() if r is not None]
         for group in [*self._ready, *complete]:
-            self.stats.dropped[(group.prompt.domain, Fate.ABORTED.value, "surplus")] += 1
+            self._current.dropped[(group.prompt.domain, Fate.ABORTED.value, "surplus")] += 1
             self._end(group, Fate.ABORTED, "surplus")
         self._ready.clear()
         self._complete.clear()
@@ -454,24 +459,24 @@ class Rollouts:
                 self._useful_complete -= 1
         for group in [g for g in self._ready if _oldest(g) < oldest]:
             self._ready.remove(group)
-            self.stats.dropped[(group.prompt.domain, Fate.STALE.value, reason)] += 1
+            self._current.dropped[(group.prompt.domain, Fate.STALE.value, reason)] += 1
             self._end(group, Fate.STALE, reason)
 
     def _raise_if_hopeless(self, count: int) -> None:
         """A step that cannot be completed ends with the reason, not with a hang."""
         if self.router.hopeless is not None:
             raise self.router.hopeless
-        failed = sum(n for (_, fate, _), n in self.stats.dropped.items() if fate == Fate.FAILED)
-        others = sum(n for (_, fate, _), n in self.stats.dropped.items() if fate != Fate.FAILED)
-        if failed >= count and not others and not self._ready and self.stats.failed:
-            first = self.stats.failed[0]
+        failed = sum(n for (_, fate, _), n in self._current.dropped.items() if fate == Fate.FAILED)
+        others = sum(n for (_, fate, _), n in self._current.dropped.items() if fate != Fate.FAILED)
+        if failed >= count and not others and not self._ready and self._current.failed:
+            first = self._current.failed[0]
             raise RolloutError(
-                f"all {len(self.stats.failed)} samples of the step failed, so there is nothing to train on. "
+                f"all {len(self._current.failed)} samples of the step failed, so there is nothing to train on. "
                 f"The first, {first.id} of domain '{first.prompt.domain}': {first.failure}"
             )
         if not self._flights and self._step_draws >= self.config.draw_limit:
             reasons = "; ".join(
-                f"{n} {fate} in {domain} ({why})" for (domain, fate, why), n in self.stats.dropped.most_common(5)
+                f"{n} {fate} in {domain} ({why})" for (domain, fate, why), n in self._current.dropped.most_common(5)
             )
             raise RolloutError(
                 f"the step has {len(self._ready)} of {count} groups after {self._step_draws} prompts "
@@ -518,7 +523,7 @@ def _oldest(group: Group) -> Version:
 
 @dataclass
 class StepStats:
-    """What happened since the last `take` began."""
+    """What happened from one batch taken to the next."""
 
     started: int = 0
     retried: int = 0

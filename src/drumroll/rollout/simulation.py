@@ -36,10 +36,14 @@ class Workload:
     median_tokens: int = 16
     seed: int = 0
 
-    def length(self, draw: int, index: int, turn: int = 0) -> float:
+    def length(self, draw: int, index: int) -> float:
         """Log-normal, median 1, capped."""
-        rng = random.Random(f"length/{self.seed}/{draw}/{index}/{turn}")
+        rng = random.Random(f"length/{self.seed}/{draw}/{index}")
         return min(self.longest, math.exp(self.sigma * rng.gauss(0, 1)))
+
+    def tokens(self, draw: int, index: int) -> int:
+        """A sample's length in whole tokens."""
+        return max(1, round(self.length(draw, index) * self.median_tokens))
 
     def useful(self, draw: int) -> bool:
         """Whether a group survives the filter."""
@@ -66,6 +70,10 @@ class SimSource:
     def exhausted(self) -> bool:
         """Never."""
         return False
+
+    def metrics(self) -> dict[str, float]:
+        """None."""
+        return {}
 
     def state(self) -> dict[str, Any]:
         """How many were drawn."""
@@ -104,7 +112,7 @@ class SimEngine:
         assert len(self.calls) < self.slots, f"{self.name} was given more than its {self.slots} slots"
         loop = asyncio.get_running_loop()
         draw, index = (int(part) for part in request.id.partition("#")[0].partition("~")[0].split("."))
-        whole = max(1, round(self.work.length(draw, index) * self.work.median_tokens))
+        whole = self.work.tokens(draw, index)
         tokens = max(1, whole - (len(request.tokens) - 1))
         call = _Call(request, loop.create_future(), loop.time(), tokens)
         self.calls[request.id] = call
@@ -227,7 +235,7 @@ def barrier(work: Workload, config: RolloutConfig, steps: int) -> Outcome:
             count = math.ceil((config.prompts - have) * config.oversample)
             draws = range(draw, draw + count)
             draw += count
-            lengths = [[_tokens(work, d, i) for i in range(config.samples)] for d in draws]
+            lengths = [[generation_time(work, d, i) for i in range(config.samples)] for d in draws]
             started += count * config.samples
             clock += greedy_makespan([t for group in lengths for t in group], slots) + work.reward_time
             for d, group in zip(draws, lengths, strict=True):
@@ -238,9 +246,9 @@ def barrier(work: Workload, config: RolloutConfig, steps: int) -> Outcome:
     return Outcome(steps, clock, useful_time, slots, started)
 
 
-def _tokens(work: Workload, draw: int, index: int) -> float:
-    """A sample's generation time, in whole tokens as the simulated engine counts them."""
-    return max(1, round(work.length(draw, index) * work.median_tokens)) / work.median_tokens
+def generation_time(work: Workload, draw: int, index: int) -> float:
+    """How long a sample's generation takes."""
+    return work.tokens(draw, index) / work.median_tokens
 
 
 def greedy_makespan(jobs: list[float], slots: int) -> float:

@@ -1,0 +1,107 @@
+"""Thousands of seeded worlds; and proof that the simulator would find bugs if there were some."""
+
+import math
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from world import FAULTS, SAMPLES, play
+
+from drumroll.rollout.router import Router
+from drumroll.rollout.scheduler import Rollouts
+
+
+def chunk(seeds):
+    return [play(seed) for seed in seeds]
+
+
+def test_thousands_of_worlds_hold_every_invariant(request):
+    count = request.config.getoption("--worlds")
+    chunks = [range(i, min(i + 50, count)) for i in range(0, count, 50)]
+    with ProcessPoolExecutor(2) as pool:
+        reports = [report for found in pool.map(chunk, chunks) for report in found]
+    assert len(reports) == count
+    assert min(r.samples for r in reports) >= SAMPLES
+    assert min(r.faults.total() for r in reports) >= FAULTS
+    ended = Counter(r.ended for r in reports)
+    assert ended["completed"] > 0.9 * count, ended
+    met = sum((r.faults for r in reports), Counter())
+    kinds = {"crash", "join", "leave", "network cut", "cut reply", "unreachable", "lost reply", "delayed reply"}
+    kinds |= {"duplicated reply", "reward failure", "reward hang", "environment hang", "environment crash", "controller killed"}
+    assert kinds <= set(met), kinds - set(met)
+    assert max(r.lives for r in reports) > 2
+
+
+def test_the_same_seed_gives_the_same_event_log():
+    for seed in range(20):
+        assert play(seed).log == play(seed).log
+    assert play(0).log != play(1).log
+
+
+def broken_release(monkeypatch):
+    monkeypatch.setattr(Router, "_release", lambda self, route: None)
+
+
+def broken_over_age(monkeypatch):
+    monkeypatch.setattr(Rollouts, "_drop_over_age", lambda self: None)
+
+
+def broken_state(monkeypatch):
+    """Forgets the draws that are open at a commit."""
+    monkeypatch.setattr(
+        Rollouts,
+        "state",
+        lambda self: {"draw": self._next_draw, "settled": [], "source": self.source.state(), "version": self.version},
+    )
+
+
+def broken_deadline(monkeypatch):
+    import drumroll.rollout.router as router
+
+    original = Router.generate
+
+    async def patient(self, request, key, priority, seconds, started):
+        return await original(self, request, key, priority, math.inf, started)
+
+    monkeypatch.setattr(router.Router, "generate", patient)
+
+
+def broken_admission(monkeypatch):
+    monkeypatch.setattr(
+        Rollouts, "_pump", lambda self, pump=Rollouts._pump: (pump(self), self._open and self._start(self._next_prompt()))
+    )
+
+
+def broken_trained(monkeypatch):
+    """Closes the books twice."""
+    original = Rollouts.trained
+
+    def twice(self, groups):
+        original(self, groups)
+        for group in groups:
+            self._tell_end_again(group)
+
+    from drumroll.rollout.lifecycle import DrawEvent
+    from drumroll.sample import Fate
+
+    monkeypatch.setattr(
+        Rollouts, "_tell_end_again", lambda self, g: self._tell(DrawEvent(0.0, g, Fate.TRAINED, "")), raising=False
+    )
+    monkeypatch.setattr(Rollouts, "trained", twice)
+
+
+PLANTED = [broken_release, broken_over_age, broken_state, broken_deadline, broken_admission, broken_trained]
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda f: f.__name__)
+def test_the_simulator_finds_planted_bugs(plant, monkeypatch):
+    plant(monkeypatch)
+    found = None
+    for seed in range(40):
+        try:
+            play(seed)
+        except BaseException as error:
+            found = error
+            break
+    assert found is not None, f"{plant.__name__} was not found in 40 worlds"
+    assert any("replay with" in note for note in found.__notes__)
