@@ -39,8 +39,8 @@ tiny: $(VENV)/installed ## make the built-in tiny model anew
 	$(BIN)/drumroll train recipes/tiny-weak/recipe.yaml --overwrite
 	$(BIN)/python -m drumroll.models.tiny runs/tiny-weak/model
 
-bench: $(VENV)/installed ## measure; one JSON object a line
-	$(BIN)/python benchmarks/step.py
+bench: $(VENV)/installed ## run all benchmarks and write docs/performance.md (nothing else may run)
+	$(BIN)/python benchmarks/collect.py
 
 system: ## system packages of the tests (Debian: chromium), where they are missing
 	@command -v chromium >/dev/null || ./tools/system-packages chromium

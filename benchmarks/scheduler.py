@@ -70,6 +70,27 @@ def makespan(per_slot: int) -> tuple[float, float, float]:
     return ours.seconds, greedy_makespan(jobs, slots), max(sum(jobs) / slots, max(jobs))
 
 
+def scale() -> None:
+    """A thousand engines: does the schedule, and the controller, keep up?"""
+    work = Workload(engines=1000, slots=64, reward_time=0.0, filtered=0.0, median_tokens=8)
+    slots = work.engines * work.slots
+    prompts = 2 * slots // 8
+    began = time.process_time()
+    ours = run(simulate(work, config(prompts=prompts, oversample=1, filter=None), 1))
+    cost = (time.process_time() - began) / ours.started
+    jobs = [generation_time(work, d, i) for d in range(prompts) for i in range(8)]
+    facts = {"engines": work.engines, "slots": slots, "samples": ours.started}
+    figure(
+        "scheduler/scale/makespan_over_greedy",
+        ours.seconds / greedy_makespan(jobs, slots),
+        "x",
+        goal=1.02,
+        at_most=True,
+        **facts,
+    )
+    figure("scheduler/scale/cpu_us_per_sample", cost * 1e6, "µs", **facts, note="simulated engines included")
+
+
 class Instant:
     """An engine and a scorer that answer when told, so that only the controller's own work is measured."""
 
@@ -112,7 +133,8 @@ async def controller_cost(in_flight: int) -> tuple[float, int]:
         groups = await task
         rollouts.publish(1)
         rollouts.trained(groups)
-        ledger.commit(None)
+        ledger.turn()
+        ledger.commit(1, None)
         spent = time.process_time() - began
         ledger.close()
     return spent / transitions, transitions
@@ -153,6 +175,7 @@ def main() -> None:
         at_10k=round(small * 1e6, 2),
     )
     figure("scheduler/growth_10k_100k", large / small, "x", goal=2.0, at_most=True)
+    scale()
     simulated_worlds()
 
 

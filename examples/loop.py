@@ -83,7 +83,7 @@ async def train(config: RLConfig, report: Callable[[int, dict[str, float]], None
         source = PromptSource(config.data, config.seed, Renderer(workers.tokenizer), scorer.required_columns)
         batch_size = config.rollout.prompts * config.rollout.samples
         single = config.optim.epochs == 1 and (config.optim.minibatch or batch_size) >= batch_size
-        algorithm = Algorithm(config.algorithm, single_update=single)
+        algorithm = Algorithm(config.algorithm, single_update=single, longest=config.rollout.max_tokens)
 
         for step in range(1, config.steps + 1):
             first = (step - 1) * config.rollout.prompts

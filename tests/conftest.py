@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-sys.path.insert(0, str(ROOT / "tests" / "simulation"))
+sys.path[:0] = [str(ROOT / "tests" / "simulation"), str(ROOT / "tests" / "unit")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,7 +40,8 @@ SMALL: dict[str, Any] = {
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     for key, value in changes.items():
-        base[key] = _merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        merged = isinstance(value, dict) and value and isinstance(base.get(key), dict)  # {} replaces
+        base[key] = _merge(base[key], value) if merged else value
     return base
 
 

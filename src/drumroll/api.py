@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from drumroll.errors import ConfigError
 from drumroll.observe.progress import Progress, Quiet
 from drumroll.pipelines import sft
 from drumroll.session import Session
-from drumroll.stages import open_evaluator
+from drumroll.stages import open_evaluator, open_rollouts
 from drumroll.store.run import CONFIG, Run
 
 Recipe = AnyConfig | Mapping[str, Any] | str | Path
@@ -31,29 +31,35 @@ def train(
     progress: Progress | None = None,
 ) -> Run:
     """Train by a recipe (a file, a mapping or a config), or continue the run in the directory `resume`."""
-    if resume is not None:
-        existing = Run.open(resume)
-        run = Run(existing.path, load(existing.path / CONFIG, overrides).config)
-    elif recipe is None:
-        raise ConfigError("nothing to train: give a recipe, or resume=RUN.")
-    else:
-        run = Run.create(_config(recipe, overrides), overwrite=overwrite)
-    _await(_train(run, progress or Quiet(), resume=resume is not None))
-    return run
-
-
-async def _train(run: Run, progress: Progress, *, resume: bool) -> None:
-    config = run.config
+    progress = progress or Quiet()
     try:
-        workers = open_workers(config)
-        try:
-            session = Session(run, workers, open_evaluator(config, workers), progress, resume=resume)
-            loop = controller.train(session, config) if isinstance(config, RLConfig) else sft.train(session, config)
-            await session.drive(loop)
-        finally:
-            await workers.close()
+        if resume is not None:
+            run = Run.open(resume)
+            config = load(run.path / CONFIG, overrides).config
+            return _await(_train(config, lambda: run.reconfigured(config), progress, resume=True))
+        if recipe is None:
+            raise ConfigError("nothing to train: give a recipe, or resume=RUN.")
+        config = _config(recipe, overrides)
+        Run.check_free(config, overwrite=overwrite)
+        return _await(_train(config, lambda: Run.create(config, overwrite=overwrite), progress, resume=False))
     finally:
         progress.close()
+
+
+async def _train(config: AnyConfig, open_run: Callable[[], Run], progress: Progress, *, resume: bool) -> Run:
+    """Models, data and rewards are opened first: a recipe that does not work leaves no run directory and replaces none."""
+    workers = open_workers(config)
+    try:
+        evaluator = open_evaluator(config, workers)
+        rollouts = open_rollouts(config, workers) if isinstance(config, RLConfig) else None
+        session = Session(open_run(), workers, evaluator, progress, resume=resume)
+        if isinstance(config, RLConfig) and rollouts is not None:
+            await session.drive(controller.train(session, config, rollouts))
+        elif not isinstance(config, RLConfig):
+            await session.drive(sft.train(session, config))
+        return session.run
+    finally:
+        await workers.close()
 
 
 def evaluate(model: str | Path, recipe: Recipe, overrides: Sequence[str] = ()) -> dict[str, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drumroll.sample import Group, Owner, Version
+from drumroll.sample import Group, Owner, StopReason, Version
 
 
 @dataclass
@@ -28,6 +28,9 @@ class Batch:
     sample_of: Tensor  # [traces] int64: which sample a trace belongs to
     group_of: Tensor  # [samples] int64: which group a sample belongs to
     rewards: Tensor  # [samples] float32
+    truncated: Tensor  # [samples] bool: ran out of tokens
+    domains: tuple[str, ...]  # [samples]
+    sample_weights: Tensor | None = None  # [samples] factor on the loss
     old: Tensor | None = None  # [tokens] log-prob under the policy before this update
     reference: Tensor | None = None  # [tokens] log-prob under the reference policy
     advantages: Tensor | None = None  # [tokens]
@@ -103,4 +106,6 @@ def pack(groups: Sequence[Group], oldest: Version = 0) -> Batch:
         sample_of=torch.tensor([i for i, _ in traces], dtype=torch.int64),
         group_of=torch.tensor([g for g, _ in samples], dtype=torch.int64),
         rewards=torch.tensor([s.reward for _, s in samples], dtype=torch.float32),
+        truncated=torch.tensor([s.stop in (StopReason.LENGTH, StopReason.CONTEXT) for _, s in samples], dtype=torch.bool),
+        domains=tuple(s.prompt.domain for _, s in samples),
     )

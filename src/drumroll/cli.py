@@ -131,13 +131,29 @@ def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pip
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1)
 @click.option("--simulate", is_flag=True, help="Play the rollout schedule on virtual time and show what limits it.")
-@click.option("--engines", default=None, type=int, help="Engines. Default: the recipe's roles.rollout.workers.")
-@click.option("--steps", default=20, show_default=True, help="Steps to simulate.")
-@click.option("--sigma", default=1.0, show_default=True, help="Spread of the log-normal lengths.")
-@click.option("--longest", default=8.0, show_default=True, help="Longest sample, in median lengths.")
-@click.option("--reward-time", default=0.1, show_default=True, help="Time of a reward, in median generation times.")
-@click.option("--train-time", default=1.0, show_default=True, help="Time of an update, in median generation times.")
-@click.option("--filtered", default=0.0, show_default=True, help="Share of groups that the filter drops.")
+@click.option("--engines", default=None, type=click.IntRange(1), help="Engines. Default: the recipe's roles.rollout.workers.")
+@click.option("--steps", default=20, type=click.IntRange(1), show_default=True, help="Steps to simulate.")
+@click.option("--sigma", default=1.0, type=click.FloatRange(0, 5), show_default=True, help="Spread of the log-normal lengths.")
+@click.option(
+    "--longest", default=8.0, type=click.FloatRange(0.1), show_default=True, help="Longest sample, in median lengths."
+)
+@click.option(
+    "--reward-time",
+    default=0.1,
+    type=click.FloatRange(0),
+    show_default=True,
+    help="Time of a reward, in median generation times.",
+)
+@click.option(
+    "--train-time",
+    default=1.0,
+    type=click.FloatRange(0),
+    show_default=True,
+    help="Time of an update, in median generation times.",
+)
+@click.option(
+    "--filtered", default=0.0, type=click.FloatRange(0, 0.95), show_default=True, help="Share of groups that the filter drops."
+)
 def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int | None, **work: Any) -> None:
     """The arithmetic of a RECIPE before any device is taken; with --simulate its schedule on virtual time."""
     from drumroll.config import RLConfig, load

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from drumroll.batch import pack
 from drumroll.config import RLConfig
+from drumroll.rollout.scheduler import Rollouts
 from drumroll.session import Session
-from drumroll.stages import advantages, describe, infer, open_algorithm, open_rollouts, publish, update
+from drumroll.stages import advantages, describe, infer, open_algorithm, publish, update
 
 
-async def train(session: Session, config: RLConfig) -> None:
+async def train(session: Session, config: RLConfig, rollouts: Rollouts) -> None:
     """Generate, score, train, publish, commit; until the steps are done."""
     workers = session.workers
     algorithm = open_algorithm(config)
-    rollouts = open_rollouts(config, workers, [session.open_ledger()])
+    rollouts.listeners.append(session.open_ledger())
     session.watch(rollouts)
     temperature = config.rollout.temperature
 

@@ -31,8 +31,8 @@ class ModelError(DrumrollError):
     """A model that cannot be found or loaded."""
 
 
-class RewardError(DrumrollError):
-    """A reward that does not exist, or that failed on every sample of a batch."""
+class AlgorithmError(DrumrollError):
+    """An estimator or loss that gave something that is not a number."""
 
 
 class StoreError(DrumrollError):

@@ -130,7 +130,6 @@ class Sample:
     stop: StopReason | None = None
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
     failure: Failure | None = None
     attempt: int = 0
     history: list[tuple[str, float]] = field(default_factory=list)

@@ -54,6 +54,7 @@ class Session:
         self._began = time.monotonic()
         self._stage_times: Metrics = {}
         self._resumable: Resumable | None = None
+        self._unfinished: Metrics | None = None
         self.ledger: Ledger | None = None
         self._committed: dict[str, Any] = {}
 
@@ -98,8 +99,11 @@ class Session:
         """Make a step durable: its rollouts and metrics first, its checkpoint last."""
         self.step += 1
         self._committed = self._state()
+        if self.ledger is not None:
+            self.ledger.turn()
         config, last = self.config, self.step == self.config.steps
         metrics |= _speeds(metrics, self._stage_times)
+        self._unfinished = metrics
         if samples:
             self.run.write_rollouts("train", self.step, samples)
         score: float | None = None
@@ -116,7 +120,8 @@ class Session:
         if best and score is not None:
             self.run.checkpoints.mark_best(self.step, score)
         if self.ledger is not None:
-            self.ledger.commit(self.run.checkpoints.path(self.step) if due else None)
+            self.ledger.commit(self.step, self.run.checkpoints.path(self.step) if due else None)
+        self._unfinished = None
         self.run.checkpoints.prune()
 
     async def finish(self) -> None:
@@ -126,6 +131,8 @@ class Session:
             await self._evaluate_step(metrics)
             self.run.append_metrics(self.step, metrics | self._take_times())
             await self._save()
+            if self.ledger is not None:
+                self.ledger.commit(self.step, self.run.checkpoints.path(self.step))
         with new_folder(self.run.model_path) as folder:
             await self.workers.actor.call(0, Learner.export, folder)
         self._close_ledger()
@@ -176,8 +183,9 @@ class Session:
         return self.evaluator.score(self.after) if self.evaluator else None
 
     def _close_ledger(self) -> None:
-        if self.ledger is not None:
-            self.ledger.close()
+        ledger, self.ledger = self.ledger, None
+        if ledger is not None:
+            ledger.close()
 
     def _take_times(self) -> Metrics:
         times = dict(self._stage_times)
@@ -237,17 +245,19 @@ class Session:
                     raise
                 await self._save_interrupted()
             finally:
+                self._close_ledger()
+                self.trackers.close()
                 self.progress.close()
 
     async def _save_interrupted(self) -> None:
         """Save the last committed step, unless the weights have moved beyond it."""
         updates = await self.workers.actor.call(0, Learner.updates)
-        if self._committed and updates == self.step and self.step not in self.run.checkpoints.steps():
+        if self.step and updates == self.step and self.step not in self.run.checkpoints.steps():
+            if self._unfinished is not None:  # interrupted in the middle of a commit
+                self.run.append_metrics(self.step, self._unfinished)
             await self._save()
             if self.ledger is not None:
-                self.ledger.checkpointed(self.step, self.run.checkpoints.path(self.step))
-        self._close_ledger()
-        self.trackers.close()
+                self.ledger.commit(self.step, self.run.checkpoints.path(self.step))
         steps = self.run.checkpoints.steps()
         where = f"after step {steps[-1]}" if steps else "before the first step"
         raise Interrupted(f"interrupted; saved {where}. Continue with: drumroll train --resume {self.run.path}")

@@ -12,6 +12,7 @@ from drumroll.algorithms import Algorithm
 from drumroll.batch import Batch, pack
 from drumroll.cluster.workers import Workers, open_workers
 from drumroll.config import AnyConfig, RLConfig
+from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
 from drumroll.learners import Learner, Metrics, Update
@@ -41,19 +42,20 @@ def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
     """The held-out sets, or None when the config names none."""
     if not config.eval.sets:
         return None
-    scorer = Scorer(config.rewards())
+    rollout = config.rollout if isinstance(config, RLConfig) else RolloutConfig(max_tokens=config.eval_max_tokens)
+    scorer = Scorer(config.rewards(), rollout.reward_timeout, rollout.reward_workers)
     workers.closing.append(scorer.close)
-    sets = open_sets(config.eval, Renderer(workers.tokenizer), scorer.required_columns)
-    longest = config.rollout.max_tokens if isinstance(config, RLConfig) else config.eval_max_tokens
+    sets = open_sets(config.eval, Renderer(workers.tokenizer), scorer.required_columns, config.data.max_prompt_tokens)
 
-    return Evaluator(config.eval, sets, workers.router, scorer, decoder(workers), config.seed, longest)
+    return Evaluator(config.eval, sets, workers.router, scorer, decoder(workers), config.seed, rollout)
 
 
 def open_algorithm(config: RLConfig) -> Algorithm:
     """The algorithm's parts. One update per batch needs no log-probs of the policy before it."""
     samples = config.rollout.prompts * config.rollout.samples
     single = config.optim.epochs == 1 and (config.optim.minibatch or samples) >= samples
-    return Algorithm(config.algorithm, single_update=single)
+    stale = config.rollout.max_staleness > 0
+    return Algorithm(config.algorithm, single_update=single, longest=config.rollout.max_tokens, stale=stale)
 
 
 async def infer(workers: Workers, algorithm: Algorithm, batch: Batch, temperature: float) -> Batch:

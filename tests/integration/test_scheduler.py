@@ -115,7 +115,6 @@ def test_failing_and_hanging_rewards_and_a_killed_engine(small, mine, monkeypatc
         roles={"rollout": {"workers": 2, "slots": 8}},
         eval={"sets": {}},
     )
-    del recipe["eval"]
     run = package.train(recipe)
     assert len(victims) == 1
     assert not victims[0]._thread.is_alive()

@@ -11,6 +11,7 @@ import torch
 
 import drumroll
 from drumroll.config import RLConfig, load
+from drumroll.errors import ConfigError, DataError, ModelError
 
 ROOT = Path(__file__).parents[2]
 LEARNING = {
@@ -128,6 +129,43 @@ def test_several_domains_and_rewards_have_their_own_curves(small):
     assert {"reward/sums", "reward/sums/exact", "reward/sums/length", "reward/reversal"} <= set(run.metrics[1])
 
 
+@pytest.mark.parametrize(
+    ("rollout", "sentence"),
+    [
+        ({"filter": "zero_variance", "filter_args": {"low": 0.1}}, "do not fit the filter 'zero_variance'"),
+        ({"filter": "drumroll.rewards.text:exact"}, "do not fit the filter"),
+    ],
+)
+def test_a_filter_that_does_not_fit_is_refused(small, rollout, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        drumroll.train(small(rollout=rollout))
+
+
+def test_bad_rows_met_later_end_the_run_with_their_place(small, tmp_path):
+    """The fifth row lacks its answer; it is drawn while samples are being scored, to replace a filtered group."""
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(8)] + [{"prompt": "9+1="}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = small(steps=50, rollout={"filter": "mean_band", "filter_args": {"low": 2, "high": 3}})
+    recipe["data"] = {"train": {"rows": {"source": str(tmp_path / "rows.jsonl")}}, "shuffle": False, "max_prompt_tokens": 16}
+    with pytest.raises(DataError, match="row 9 lacks the column 'answer'"):
+        drumroll.train(recipe)
+
+
+def test_a_recipe_that_does_not_work_leaves_the_old_run_alone(small):
+    run = drumroll.train(small(steps=1))
+    with pytest.raises(ModelError):
+        drumroll.train(small(model="tinny"), overwrite=True)
+    assert run.summary["steps"] == 1
+    with pytest.raises(ModelError):
+        drumroll.train(small(name="other", model="tinny"))
+    assert not (run.path.parent / "other").exists()
+
+
+def test_evaluation_stops_where_training_stops(small):
+    run = drumroll.train(small(steps=1, rollout={"stop": ["1"]}, eval={"sets": {"sums": {"sampled": 1}}}))
+    assert all("1" not in s["completion"][:-1] for s in run.samples)
+
+
 def test_evaluation_reports_avg_and_pass_at_k(small):
     sets = {
         "sums": {"samples": 4, "temperature": 1.0, "top_p": 0.9},
@@ -190,10 +228,16 @@ def test_training_inside_a_running_event_loop(small):
 
 
 def test_epochs_end_a_run_early(small, tmp_path):
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}+1=", "answer": i + 1}) for i in range(8)))
+    """Ten rows, four a step: two whole batches and a remainder. Then it goes on for another epoch from where it was."""
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}+1=", "answer": i + 1}) for i in range(10)))
     recipe = small(steps=50)
     recipe["data"] = {"train": {"rows": {"source": str(tmp_path / "rows.jsonl")}}, "epochs": 1, "max_prompt_tokens": 16}
-    assert drumroll.train(recipe).summary["steps"] == 2
+    run = drumroll.train(recipe)
+    assert run.summary["steps"] == 3
+    assert sum(s["fate"] == "trained" for s in run.samples) == 40
+    resumed = drumroll.train(resume=run.path, overrides=["data.epochs=2"])
+    assert resumed.summary["steps"] == 6
+    assert drumroll.Run.open(run.path).config.data.epochs == 2
 
 
 @pytest.mark.slow

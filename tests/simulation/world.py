@@ -281,9 +281,11 @@ class World:
                     engine.switch(version)
                 rollouts.publish(version)
                 rollouts.trained(groups)
-                self.step += 1
-                ledger.commit(Path(f"step-{self.step}"))
-                self.state = rollouts.state()
+                state = rollouts.state()
+                ledger.turn()
+                await asyncio.sleep(self.work.train_time)  # evaluation and checkpoint: rollouts go on meanwhile
+                ledger.commit(version, Path(f"step-{version}"))
+                self.step, self.state = version, state
                 self.committed.update(g.draw for g in groups)
         except RolloutError as error:
             self.report.ended = type(error).__name__

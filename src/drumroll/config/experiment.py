@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter, model_validator
 
-from drumroll.config.algorithm import AlgorithmConfig
+from drumroll.config.algorithm import GROUPED, WITHOUT_RATIO, AlgorithmConfig
 from drumroll.config.data import DataConfig
 from drumroll.config.eval import EvalConfig
 from drumroll.config.optim import OptimConfig
@@ -117,10 +117,16 @@ class RLConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
-    def _group_is_a_group(self) -> Self:
-        if self.algorithm.advantage == "grpo" and self.rollout.samples < 2:
+    def _algorithm_is_sound(self) -> Self:
+        chosen, rollout = self.algorithm, self.rollout
+        if chosen.advantage in GROUPED and rollout.samples < 2:
             raise ValueError(
-                "algorithm.advantage: grpo compares the samples of a group, so rollout.samples must be at least 2, got 1"
+                f"algorithm.advantage: {chosen.advantage} compares the samples of a group, so rollout.samples must be at least 2, got 1"
+            )
+        if rollout.max_staleness > 0 and chosen.loss in WITHOUT_RATIO and chosen.correction == "none":
+            raise ValueError(
+                f"rollout.max_staleness: {rollout.max_staleness:g} trains on samples of older weights, but algorithm.loss: {chosen.loss} "
+                "has no ratio that would notice; set algorithm.correction (for example truncate), another loss, or staleness 0"
             )
         return self
 

@@ -32,7 +32,9 @@ def explain(key: str, loaded: Loaded | None, pipeline: str = "rl") -> str:
     if loaded is not None:
         value: Any = loaded.config
         for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else getattr(value, part)
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+            if value is None:
+                break
         shown = "(section)" if isinstance(value, BaseModel) else repr(value)
         above = (loaded.origins.get(k, "") for k in _upwards(key)[1:])
         origin = loaded.origins.get(key) or next((o for o in above if o.startswith("override")), "default")

@@ -53,7 +53,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
 def check(values: dict[str, Any], origins: Mapping[str, str] | None = None) -> AnyConfig:
     """Validate plain values."""
     pipeline = values.get("pipeline", "rl")
-    if pipeline not in BY_PIPELINE:
+    if not isinstance(pipeline, str) or pipeline not in BY_PIPELINE:
         raise ConfigError(
             f"pipeline: '{pipeline}' is not known; choose one of {', '.join(BY_PIPELINE)}.{did_you_mean(str(pipeline), BY_PIPELINE)}"
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from drumroll.config.section import Section
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
@@ -18,7 +20,7 @@ class OptimConfig(Section):
     """Course of the learning rate after warm-up; linear and cosine end at 0 at the last step."""
     warmup: int = Field(0, ge=0)
     """Steps over which the learning rate rises from 0."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's moment decay rates."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled weight decay."""

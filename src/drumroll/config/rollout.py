@@ -50,7 +50,7 @@ class RolloutConfig(Section):
     environment_timeout: float = Field(60.0, gt=0)
     """Seconds one environment step may take."""
     reward_timeout: float = Field(30.0, gt=0)
-    """Seconds the rewards of one sample may take."""
+    """Seconds one reward function may take for one sample."""
     engine_timeout: float = Field(60.0, gt=0)
     """Seconds to wait for an engine when none is alive."""
     reward_workers: int = Field(2, ge=1)

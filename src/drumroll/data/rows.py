@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -58,14 +59,14 @@ def _read_file(name: str, path: Path) -> list[Row]:
     try:
         match path.suffix:
             case ".jsonl":
-                return [_json_row(name, path, n, line) for n, line in enumerate(text.decode().splitlines(), 1) if line.strip()]
+                return [_json_row(name, path, n, line) for n, line in enumerate(text.decode().split("\n"), 1) if line.strip()]
             case ".json":
                 rows = json.loads(text)
                 if not isinstance(rows, list):
                     raise DataError(f"{name}: {path} must hold a list of rows, it holds a {type(rows).__name__}.")
                 return rows
             case ".csv":
-                return list(csv.DictReader(text.decode().splitlines()))
+                return list(csv.DictReader(io.StringIO(text.decode(), newline="")))
             case ".parquet":
                 import pyarrow.parquet as pq
 

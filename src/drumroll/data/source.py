@@ -37,6 +37,10 @@ class Reader:
 
     def prompt(self, row: Row, number: int) -> Prompt:
         """One row as a prompt; a missing column is named with the row's place and the columns there are."""
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{self.name}: row {number + 1} must be a mapping of columns to values, it is a {type(row).__name__}."
+            )
         domain = str(self.config.domain or row.get("domain") or self.name.rpartition(".")[2])
         content, row = self._content(row)
         wanted = [(self.config.prompt, "the prompt")] if content is None else []
@@ -56,6 +60,10 @@ class Reader:
         content = row.get(self.config.prompt, row.get("messages"))
         if content is None or isinstance(content, str):
             return content, row
+        if not isinstance(content, Sequence) or not all(isinstance(turn, dict) and "role" in turn for turn in content):
+            raise DataError(
+                f"{self.name}: a prompt is a text or a list of messages with role and content, got {content!r:.80}."
+            )
         turns = tuple(content)
         if turns and turns[-1].get("role") == "assistant":
             return turns[:-1], {**row, self.config.completion: turns[-1]["content"]}
@@ -90,7 +98,10 @@ class _Stream:
         if not isinstance(self.rows, list):
             try:
                 return next(self.rows), number
-            except StopIteration:
+            except Exception as error:
+                if not isinstance(error, StopIteration):
+                    text = f"{type(error).__name__}: {error}"
+                    raise DataError(f"{self.reader.name}: its function failed after {number} rows: {text}.") from error
                 raise DataError(
                     f"{self.reader.name}: its function ended after {number} rows; return a list to have it repeated."
                 ) from None
@@ -169,7 +180,8 @@ class PromptSource:
 
     def metrics(self) -> dict[str, float]:
         """Over-long prompts met so far, and passes over the largest finite dataset."""
-        epochs = max((s.epochs() for s in self._streams), default=0.0)
+        finite = [s for s in self._streams if isinstance(s.rows, list)]
+        epochs = max(finite, key=lambda s: len(s.rows)).epochs() if finite else 0.0  # pyrefly: ignore[bad-argument-type]
         return {"data/overlong": float(self.overlong), **({"data/epoch": epochs} if epochs else {})}
 
     def state(self) -> dict[str, Any]:

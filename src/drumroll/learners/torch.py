@@ -19,7 +19,7 @@ from torch import Tensor
 from drumroll.algorithms.losses import Tokens
 from drumroll.batch import Batch
 from drumroll.config.optim import OptimConfig
-from drumroll.errors import Interrupted, StoreError
+from drumroll.errors import AlgorithmError, Interrupted, StoreError
 from drumroll.learners import Metrics, Update
 from drumroll.models.attention import Packed
 from drumroll.models.loading import LoadedModel
@@ -72,7 +72,8 @@ class TorchLearner:
             layout=layout,
             logits_to_keep=trained - 1,
         )
-        distribution = torch.log_softmax(out.logits[0].float() / temperature, dim=-1)
+        logits = out.logits[0]
+        distribution = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
         chosen = distribution.gather(1, tokens[trained, None])[:, 0]
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(distribution.exp() * distribution).sum(-1)
@@ -115,6 +116,7 @@ class TorchLearner:
             for traces in needed.micro_batches(self.config.micro_tokens):
                 self._check_stop()
                 self._backward(needed.select(traces), work, totals)
+            self._check_stop()
         except BaseException:
             self.model.module.zero_grad(set_to_none=True)
             raise
@@ -141,13 +143,24 @@ class TorchLearner:
             behaviour=behaviour,
             advantages=torch.zeros_like(behaviour) if advantages is None else advantages,
             reference=trained(micro.reference),
+            sequence=micro.trace_of_token()[mask].to(self.device),
         )
         per_token, stats = work.loss(tokens)
         loss = (per_token * weights).sum()
         if not torch.isfinite(loss):
-            raise FloatingPointError(f"the loss of a micro-batch is {loss.item()} at step {self.step + 1}")
+            self._explain_loss(per_token, micro, work)
         loss.backward()
-        totals.add(loss.detach(), weights, tokens, stats)
+        totals.add(loss.detach(), weights, tokens, stats, before_update=not self._partial)
+
+    def _explain_loss(self, per_token: Tensor, micro: Batch, work: Update) -> None:
+        """No NaN escapes: name the loss and the sample."""
+        bad = int((~torch.isfinite(per_token.detach())).nonzero()[0, 0]) if not torch.isfinite(per_token).all() else 0
+        sample = int(micro.sample_of_token()[micro.mask][bad])
+        name = getattr(getattr(work.loss, "config", None), "loss", type(work.loss).__name__)
+        raise AlgorithmError(
+            f"loss '{name}' gave {per_token[bad].item()} for a token of sample {sample} of the batch "
+            f"(domain '{micro.domains[sample]}') at step {self.step + 1}."
+        )
 
     def _optimizer_step(self, totals: _Totals) -> None:
         for master, working in zip(self.master, self.working, strict=True):
@@ -243,20 +256,27 @@ class _Totals:
     def _add(self, name: str, value: float) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + value
 
-    def add(self, loss: Tensor, weights: Tensor, tokens: Tokens, stats: dict[str, Tensor]) -> None:
+    def add(self, loss: Tensor, weights: Tensor, tokens: Tokens, stats: dict[str, Tensor], *, before_update: bool) -> None:
+        """Count a micro-batch. Before the first optimizer step the policy now is the one that the engine should have had."""
         self.tokens += len(weights)
         self._add("loss", float(loss))
         self._add("entropy", float(tokens.entropy.detach().sum()))
-        gap = (tokens.old - tokens.behaviour).detach().abs()
+        now = tokens.logprobs.detach()
+        gap = ((now if before_update else tokens.old) - tokens.behaviour).abs()
         self.maxima["mismatch"] = max(self.maxima.get("mismatch", 0.0), float(gap.max()))
-        self._add("kl", float((tokens.behaviour - tokens.logprobs.detach()).sum()))
+        self._add("kl", float((tokens.behaviour - now).sum()))
         for name, value in stats.items():
             self._add(name, float(value.sum()))
             if name == "ratio":
                 self.maxima["ratio_max"] = max(self.maxima.get("ratio_max", 0.0), float(value.max()))
+            if name == "correction":
+                self._add("squared_correction", float((value**2).sum()))
 
     def metrics(self) -> Metrics:
         count, steps = max(1, self.tokens), max(1, len(self.steps))
+        squared = self.sums.pop("squared_correction", 0.0)
+        if squared:  # effective sample size of the corrected tokens, as a share
+            self.maxima["effective_samples"] = self.sums["correction"] ** 2 / (squared * count)
         means: dict[str, Any] = {n: v / (steps if n == "loss" else count) for n, v in self.sums.items()}
         norms = {"grad_norm": sum(n for n, _ in self.steps) / steps, "lr": self.steps[-1][1] if self.steps else 0.0}
         return {f"train/{k}": float(v) for k, v in {**means, **self.maxima, **norms, "tokens": self.tokens}.items()}

@@ -18,5 +18,5 @@ def sample_table(run: Run, step: int | None, kind: str | None, domain: str | Non
     for row in [r for r in rows if r["step"] == chosen][:limit]:
         reward = escape(row["failure"] or "–") if row["reward"] is None else f"{row['reward']:.3g}"
         texts = (row["id"], row["kind"], row["domain"], row["prompt"], row["completion"])
-        table.add_row(*(escape(t) for t in texts), reward, row["stop"] or "–", row["fate"])
+        table.add_row(*(escape(t) for t in texts), reward, row["stop"] or "–", row["fate"] or "–")
     return table

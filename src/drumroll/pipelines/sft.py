@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drumroll.algorithms.losses import SFTLoss, token_mean
+from drumroll.algorithms.aggregations import token_mean
+from drumroll.algorithms.losses import SFTLoss
 from drumroll.batch import Batch, pack
 from drumroll.config import SFTConfig
 from drumroll.data.render import Renderer

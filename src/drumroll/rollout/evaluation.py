@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drumroll.config.eval import EvalConfig, EvalSetConfig
+from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.data.rows import read
 from drumroll.data.source import Reader, RequiredColumns
@@ -27,15 +28,21 @@ class EvalSet:
     prompts: list[Prompt]
 
 
-def open_sets(config: EvalConfig, renderer: Renderer, required: RequiredColumns) -> list[EvalSet]:
-    """Read all sets."""
+def open_sets(config: EvalConfig, renderer: Renderer, required: RequiredColumns, longest: int) -> list[EvalSet]:
+    """Read all sets. A prompt longer than `longest` is refused: dropping it would change what is measured."""
     sets = []
     for name, each in config.sets.items():
         reader = Reader(f"eval.sets.{name}", each, renderer, required)
         rows = list(read(reader.name, each, seed=0))
         if not rows:
             raise DataError(f"eval.sets.{name} holds no rows.")
-        sets.append(EvalSet(name, each, [reader.prompt(row, i) for i, row in enumerate(rows)]))
+        prompts = [reader.prompt(row, i) for i, row in enumerate(rows)]
+        for i, prompt in enumerate(prompts):
+            if len(prompt.tokens) > longest:
+                raise DataError(
+                    f"eval.sets.{name}: the prompt of row {i + 1} has {len(prompt.tokens)} tokens, more than data.max_prompt_tokens={longest}."
+                )
+        sets.append(EvalSet(name, each, prompts))
     return sets
 
 
@@ -50,7 +57,7 @@ class Evaluator:
         scorer: Score,
         decode: Decode,
         seed: int,
-        max_tokens: int,
+        rollout: RolloutConfig,
     ) -> None:
         self.config = config
         self.sets = sets
@@ -58,22 +65,21 @@ class Evaluator:
         self.scorer = scorer
         self.decode = decode
         self.seed = seed
-        self.max_tokens = max_tokens
+        self.rollout = rollout
 
     async def run(self, step: int) -> tuple[dict[str, float], list[Sample]]:
-        """Metrics of all sets, and the samples they rest on."""
+        """Metrics of all sets, and the samples they rest on (without the additional `sampled` ones)."""
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
         for each in self.sets:
             config = each.config
-            own = Sampling(config.temperature, config.max_tokens or self.max_tokens, (), config.top_p, config.top_k)
+            longest, stop = config.max_tokens or self.rollout.max_tokens, tuple(self.rollout.stop)
+            own = Sampling(config.temperature, longest, stop, config.top_p, config.top_k)
             found = await self._measure(each, own, config.samples, f"eval/{each.name}/{step}")
             metrics |= self._metrics(f"eval/{each.name}", found, config.samples)
             samples += found
             if config.sampled:
-                sampled = await self._measure(
-                    each, Sampling(1.0, own.max_tokens), config.sampled, f"sampled/{each.name}/{step}"
-                )
+                sampled = await self._measure(each, Sampling(1.0, longest, stop), config.sampled, f"sampled/{each.name}/{step}")
                 metrics |= self._metrics(f"eval/{each.name}/sampled", sampled, config.sampled)
         return metrics, samples
 

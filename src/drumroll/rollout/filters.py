@@ -5,12 +5,25 @@ A filter takes a group's rewards and returns None to keep it, or the reason to d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 
+from drumroll.errors import ConfigError
 from drumroll.registry import Registry
 
 Filter = Callable[..., str | None]
 FILTERS: Registry[Filter] = Registry("rollout.filter")
+
+
+def find_filter(name: str, arguments: Mapping[str, float]) -> Filter:
+    """The filter by name with its arguments, which are checked against its signature."""
+    function = FILTERS.get(name)
+    try:
+        inspect.signature(function).bind([0.0], **arguments)
+    except TypeError as error:
+        raise ConfigError(f"rollout.filter_args {dict(arguments)} do not fit the filter '{name}': {error}.") from None
+    return functools.partial(function, **arguments)
 
 
 @FILTERS.register("zero_variance")

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Request, Sampling
 from drumroll.errors import RolloutError
-from drumroll.rollout.filters import FILTERS, Filter
+from drumroll.rollout.filters import Filter, find_filter
 from drumroll.rollout.lifecycle import DrawEvent, Event, Listener, Stage, legal
 from drumroll.rollout.router import Router
 from drumroll.sample import Failure, Fate, Group, Owner, Prompt, Sample, State, StopReason, Trace, Version, sample_seed
@@ -102,7 +102,7 @@ class Rollouts:
         self.clock = clock
         self.version: Version = 0
         self.sampling = Sampling(config.temperature, config.max_tokens, tuple(config.stop))
-        self._filter: Filter | None = FILTERS.get(config.filter) if config.filter else None
+        self._filter: Filter | None = find_filter(config.filter, config.filter_args) if config.filter else None
         self._next_draw = 0
         self._again: list[tuple[int, _Pending]] = []  # heap by draw: given up as surplus, to be attempted again
         self._begun: dict[int, _Pending] = {}  # draws whose fate is open
@@ -117,6 +117,7 @@ class Rollouts:
         self._open = False
         self._step_draws = 0
         self._changed = asyncio.Event()
+        self._broken: Exception | None = None
         self.stats = StepStats()  # of the last step
         self._current = StepStats()  # since its batch was taken
         self._lengths = LengthBias()
@@ -130,7 +131,7 @@ class Rollouts:
         self._wanted = count
         self._advance()
         self._pump()
-        while len(self._ready) < count and not self.exhausted():
+        while len(self._ready) < count and not self._dry():
             self._raise_if_hopeless(count)
             self._changed.clear()
             await self._changed.wait()
@@ -168,8 +169,12 @@ class Rollouts:
         return self.version - self.config.lag_limit
 
     def exhausted(self) -> bool:
-        """Whether the data has ended and nothing is under way or waiting."""
-        return self.source.exhausted() and not (self._again or self._flights or self._ready or self._complete)
+        """Whether the data has ended and nothing is left to train on."""
+        return self._dry() and not self._ready
+
+    def _dry(self) -> bool:
+        """Whether no further group can become ready."""
+        return self.source.exhausted() and not (self._again or self._flights or self._complete)
 
     def state(self) -> dict[str, Any]:
         """The place in the draw order: every draw before `draw` is settled, and so are those in `settled`."""
@@ -251,7 +256,7 @@ class Rollouts:
         self._tell(Event(now, sample, State.QUEUED, State.QUEUED))
         group.samples.append(sample)
         flight.unsettled += 1
-        flight.tasks[index] = asyncio.get_running_loop().create_task(self._live(flight, sample))
+        flight.tasks[index] = asyncio.get_running_loop().create_task(self._guarded(flight, sample))
         self._current.started += 1
 
     # --- the life of a sample ---
@@ -266,6 +271,14 @@ class Rollouts:
             self._current.failed.append(sample)
             self._move(sample, Fate.FAILED)
         self._settled(flight, sample)
+
+    async def _guarded(self, flight: _Flight, sample: Sample) -> None:
+        """What is nobody's failure (bad data, a full disk, a bug) ends the step: `take` raises it."""
+        try:
+            await self._live(flight, sample)
+        except Exception as error:
+            self._broken = self._broken or error
+            self._changed.set()
 
     async def _episode(self, flight: _Flight, sample: Sample) -> None:
         """Turns of generation and environment until one of them ends it."""
@@ -359,7 +372,7 @@ class Rollouts:
             failure = "fewer than two samples were scored"
         verdict: _Verdict = (Fate.FAILED, failure) if failure else None
         if verdict is None and self._filter is not None:
-            reason = self._filter(group.rewards, **self.config.filter_args)
+            reason = self._filter(group.rewards)
             verdict = (Fate.FILTERED, reason) if reason else None
         self._land(flight)
         if self.config.order == "arrival":
@@ -441,7 +454,7 @@ class Rollouts:
             self._current.dropped[(group.prompt.domain, Fate.ABORTED.value, "surplus")] += 1
             self._end(group, Fate.ABORTED, "surplus")
         self._ready.clear()
-        self._complete.clear()
+        self._complete = {draw: None for draw, result in self._complete.items() if result is None}
         self._useful_complete = 0
         kept = {group.draw for group in taken}
         for draw, pending in begun.items():
@@ -464,6 +477,8 @@ class Rollouts:
 
     def _raise_if_hopeless(self, count: int) -> None:
         """A step that cannot be completed ends with the reason, not with a hang."""
+        if self._broken is not None:
+            raise self._broken
         if self.router.hopeless is not None:
             raise self.router.hopeless
         failed = sum(n for (_, fate, _), n in self._current.dropped.items() if fate == Fate.FAILED)

@@ -43,6 +43,14 @@ class Checkpoints:
             if old not in kept:
                 shutil.rmtree(self.path(old))
 
+    def rewind(self, step: int) -> None:
+        """Forget checkpoints of later steps, and a best one among them."""
+        for later in [s for s in self.steps() if s > step]:
+            shutil.rmtree(self.path(later))
+        best = self.best_step()
+        if best is not None and best > step:
+            (self.folder / BEST).unlink()
+
     def state(self, step: int) -> dict[str, Any]:
         """The controller's part of a checkpoint."""
         return json.loads((self.path(step) / STATE).read_text("utf-8"))

@@ -42,15 +42,16 @@ class Ledger:
         if read_only and not path.exists():
             raise StoreError(f"{path.parent} has no ledger: it was not made by reinforcement learning, or never started.")
         try:
-            self.db = sqlite3.connect(f"file:{path}?mode={'ro' if read_only else 'rwc'}", uri=True, isolation_level=None)
+            where = f"{path.resolve().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+            self.db = sqlite3.connect(where, uri=True, isolation_level=None)
             if not read_only:
                 self.db.execute("PRAGMA journal_mode=WAL")
                 self.db.execute("PRAGMA synchronous=NORMAL")
                 self.db.executescript(SCHEMA)
+            self.life: int = self.one("SELECT COALESCE(MAX(life), 0) FROM draws") or 0
         except sqlite3.Error as error:
             raise StoreError(f"cannot open the ledger {path}: {error}.") from error
         self.step = 1
-        self.life = self.one("SELECT COALESCE(MAX(life), 0) FROM draws") or 0
         self._samples: dict[tuple[int, int, int], Sample] = {}
         self._draws: dict[tuple[int, int], DrawEvent] = {}
         self._flushed = time.monotonic()
@@ -69,22 +70,22 @@ class Ledger:
             self._samples[(sample.draw, sample.attempt, sample.index)] = sample
         else:
             self._draws[(event.group.draw, event.group.attempt)] = event
-        if len(self._samples) > FLUSH_ROWS or (len(self._draws) > 64 and time.monotonic() - self._flushed > FLUSH_SECONDS):
+        if len(self._samples) > FLUSH_ROWS or time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         """Write what was noted."""
         self._transaction([])
 
-    def commit(self, checkpoint: Path | None) -> None:
-        """Close the step: everything noted so far and the commit row, in one transaction. Call it last."""
-        row = (self.step, self.life, None if checkpoint is None else checkpoint.name, time.time())
-        self._transaction([("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?)", row)])
+    def turn(self) -> None:
+        """The step's work is done and its state is taken: what is noted from now on belongs to the next step."""
+        self.flush()
         self.step += 1
 
-    def checkpointed(self, step: int, checkpoint: Path) -> None:
-        """A checkpoint of an already committed step was written later (on interruption)."""
-        self.db.execute("UPDATE commits SET checkpoint = ? WHERE step = ? AND life = ?", (checkpoint.name, step, self.life))
+    def commit(self, step: int, checkpoint: Path | None) -> None:
+        """The commit row of a step, with the checkpoint that holds it. Call it last."""
+        row = (step, self.life, None if checkpoint is None else checkpoint.name, time.time())
+        self._transaction([("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?)", row)])
 
     def _transaction(self, extra: list[tuple[str, tuple[Any, ...]]]) -> None:
         try:
@@ -181,11 +182,14 @@ class Ledger:
         twice = self.db.execute(
             "SELECT draw, COUNT(*) FROM draws WHERE fate = 'trained' GROUP BY draw HAVING COUNT(*) > 1"
         ).fetchall()
+        settled = self.db.execute(
+            "SELECT draw, COUNT(*) FROM draws WHERE fate IN ('trained', 'filtered', 'failed', 'stale') "
+            "GROUP BY draw HAVING COUNT(*) > 1"
+        ).fetchall()
         open_samples = self.db.execute(
             "SELECT s.draw, s.place, s.state FROM samples s JOIN draws d USING (life, draw, attempt) "
             f"WHERE d.fate IS NOT NULL AND s.state NOT IN ({', '.join('?' * len(FATES))})",
             FATES,
         ).fetchall()
-        return [f"draw {d} was trained {n} times" for d, n in twice] + [
-            f"sample {d}.{p} is {state} though its draw has ended" for d, p, state in open_samples
-        ]
+        found = [f"draw {d} was trained {n} times" for d, n in twice] + [f"draw {d} was settled {n} times" for d, n in settled]
+        return found + [f"sample {d}.{p} is {state} though its draw has ended" for d, p, state in open_samples]

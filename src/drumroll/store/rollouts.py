@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from drumroll.sample import Sample
+from drumroll.sample import Fate, Sample
 
 TRACE = pa.struct(
     [
@@ -53,7 +53,7 @@ def _row(step: int, kind: str, sample: Sample) -> dict[str, Any]:
         "completion": sample.completion,
         "columns": json.dumps(dict(sample.prompt.columns), default=str),
         "stop": sample.stop,
-        "fate": sample.state,
+        "fate": sample.state if isinstance(sample.state, Fate) else None,
         "reward": sample.reward,
         "rewards": json.dumps(sample.rewards),
         "failure": str(sample.failure) if sample.failure else None,

@@ -31,16 +31,25 @@ class Run:
         self.config = config
         self.checkpoints = Checkpoints(path / "checkpoints", config.checkpoint.keep)
 
-    @classmethod
-    def create(cls, config: AnyConfig, *, overwrite: bool = False) -> Run:
-        """Start a new run directory; one that holds something is refused unless it is to be overwritten."""
+    @staticmethod
+    def check_free(config: AnyConfig, *, overwrite: bool = False) -> Path:
+        """Where the run will be; a directory that holds something is refused unless it is a run to be overwritten."""
         path = Path(config.output) / config.name
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            if not overwrite or not (path / CONFIG).exists():
-                hint = "Continue it with --resume, choose another name=..., or replace it with --overwrite."
-                if not (path / CONFIG).exists():
-                    hint = "It is not a run directory, so nothing in it was touched; choose another name=... or output=..."
+            if not (path / CONFIG).exists():
+                hint = "It is not a run directory, so nothing in it was touched; choose another name=... or output=..."
                 raise StoreError(f"{path} is not empty. {hint}")
+            if not overwrite:
+                raise StoreError(
+                    f"{path} is not empty. Continue it with --resume, choose another name=..., or replace it with --overwrite."
+                )
+        return path
+
+    @classmethod
+    def create(cls, config: AnyConfig, *, overwrite: bool = False) -> Run:
+        """Start a new run directory."""
+        path = cls.check_free(config, overwrite=overwrite)
+        if path.is_dir():
             shutil.rmtree(path)
         with explained(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -55,6 +64,11 @@ class Run:
             what = "there is no such directory" if not path.exists() else f"it has no {CONFIG}"
             raise StoreError(f"{path} is not a run directory: {what}.")
         return cls(path, load(path / CONFIG).config)
+
+    def reconfigured(self, config: AnyConfig) -> Run:
+        """This run under a changed config, which is kept: overrides given on resuming hold from then on."""
+        write_text(self.path / CONFIG, dump(config))
+        return Run(self.path, config)
 
     # --- what a finished run is asked for ---
 
@@ -116,4 +130,5 @@ class Run:
                 file.unlink()
         for stray in (self.path / "rollouts").glob("*.tmp"):
             stray.unlink()
+        self.checkpoints.rewind(step)
         (self.path / SUMMARY).unlink(missing_ok=True)

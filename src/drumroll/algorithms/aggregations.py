@@ -1,0 +1,48 @@
+"""Aggregations: the share of every token in the loss, decided before a minibatch is cut.
+
+The learner sums share × loss, so the result cannot depend on how a batch is split, packed or ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from drumroll.batch import Batch
+
+Aggregation = Callable[[Batch, int], Tensor]
+"""(minibatch, longest completion allowed) → share of each token."""
+
+
+def token_mean(batch: Batch, longest: int = 1) -> Tensor:
+    """Every trained token counts the same."""
+    return batch.mask.float() / batch.mask.sum().clamp_min(1)
+
+
+def _samples(batch: Batch) -> Tensor:
+    """How many samples of the minibatch have a trained token."""
+    return (batch.policy_lengths() > 0).sum().clamp_min(1)
+
+
+def sequence_mean(batch: Batch, longest: int = 1) -> Tensor:
+    """Every sample counts the same, and so does every token within it."""
+    return batch.mask.float() / batch.policy_lengths().clamp_min(1)[batch.sample_of_token()] / _samples(batch)
+
+
+def sequence_sum(batch: Batch, longest: int = 1) -> Tensor:
+    """The sum over a sample's tokens, averaged over samples."""
+    return batch.mask.float() / _samples(batch)
+
+
+def fixed_length(batch: Batch, longest: int = 1) -> Tensor:
+    """Sums over samples, divided by samples × the longest completion allowed: no length is favoured (Dr.GRPO)."""
+    return batch.mask.float() / _samples(batch) / longest
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "sequence_sum": sequence_sum,
+    "fixed_length": fixed_length,
+}
