@@ -28,7 +28,8 @@ async def train(session: Session, config: RLConfig, rollouts: Rollouts) -> None:
                 groups = await rollouts.take(config.rollout.prompts)
             if not groups:
                 break
-            metrics = describe(groups, rollouts.version) | rollouts.stats.metrics() | rollouts.source.metrics()
+            metrics = describe(groups, rollouts.version)
+            metrics |= rollouts.stats.metrics(stable=config.deterministic) | rollouts.source.metrics()
 
             with session.stage("infer"):
                 batch = pack(groups, oldest=rollouts.oldest_trainable())

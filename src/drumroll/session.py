@@ -111,6 +111,7 @@ class Session:
             score = await self._evaluate_step(metrics)
         metrics |= self._take_times()
         self.run.append_metrics(self.step, metrics)
+        self._unfinished = None
         self.trackers.log(self.step, metrics)
         self.progress.committed(self.step, metrics)
         best = score is not None and score > self.run.checkpoints.best_score()
@@ -121,7 +122,6 @@ class Session:
             self.run.checkpoints.mark_best(self.step, score)
         if self.ledger is not None:
             self.ledger.commit(self.step, self.run.checkpoints.path(self.step) if due else None)
-        self._unfinished = None
         self.run.checkpoints.prune()
 
     async def finish(self) -> None:

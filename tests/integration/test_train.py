@@ -3,11 +3,15 @@
 import asyncio
 import importlib.util
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import drumroll
 from drumroll.config import RLConfig, load
@@ -63,6 +67,36 @@ def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline):
     resumed = drumroll.train(resume=first.path, overrides=["steps=4"])
     assert untimed(resumed) == untimed(whole)
     assert resumed.summary["after"] == whole.summary["after"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
+def test_an_interrupted_or_killed_run_equals_its_uninterrupted_twin(small, tmp_path, number):
+    """A real process, a real signal at an arbitrary moment; resumed, it is the same run to the last byte."""
+    changes = {
+        "deterministic": True,
+        "steps": 12,
+        "checkpoint": {"every": 2},
+        "rollout": {"filter": "zero_variance", "oversample": 2},
+    }
+    whole = drumroll.train(small(name="whole", **changes))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small(name="twin", **changes), sort_keys=False))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "drumroll", "train", str(path), "--quiet"], stderr=subprocess.PIPE, text=True
+    )
+    metrics, deadline = tmp_path / "runs/twin/metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") > 4):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert not (tmp_path / "runs/twin/summary.json").exists()
+    twin = drumroll.train(resume=tmp_path / "runs/twin")
+    assert untimed(twin) == untimed(whole)
+    trained = [
+        [(s["id"].partition("~")[0], s["traces"]) for s in run.samples if s["fate"] == "trained"] for run in (twin, whole)
+    ]
+    assert trained[0] == trained[1]
 
 
 def test_the_written_out_loop_has_the_same_losses(small):

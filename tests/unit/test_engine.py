@@ -1,6 +1,7 @@
 """The native engine writes what the learner would predict, whatever else it is writing."""
 
 import asyncio
+import dataclasses
 import random
 
 import numpy as np
@@ -117,31 +118,55 @@ def test_same_seed_same_tokens_other_seed_other_tokens(engine):
     assert [c.tokens for c in first] != [c.tokens for c in run(engine, other)]
 
 
-def test_abort_returns_what_was_written(engine):
+def endless(model, slots):
+    """An engine whose requests never end by themselves within a test."""
+    return NativeEngine(dataclasses.replace(model, eos=frozenset()), slots=slots, context=4000)
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def lengths(engine):
+    return [len(row.completion.tokens) for row in engine._rows if row is not None]
+
+
+def test_abort_returns_what_was_written(model):
+    engine = endless(model, slots=1)
+
     async def go():
-        task = asyncio.create_task(engine.generate(Request("long", (5, 6), Sampling(1.0, 29), 1)))
-        queued = [asyncio.create_task(engine.generate(r)) for r in requests(50)]
-        engine.abort("long")
+        running = asyncio.create_task(engine.generate(Request("running", (5, 6), Sampling(1.0, 3000), 1)))
+        waiting = asyncio.create_task(engine.generate(Request("waiting", (5, 6), Sampling(1.0, 3000), 2)))
+        await until(lambda: max(lengths(engine), default=0) > 3)
+        engine.abort("waiting")
         engine.abort("unknown")
-        done = await task
-        await asyncio.gather(*queued)
-        return done
+        second = await waiting
+        engine.abort("running")
+        return await running, second
 
-    done = asyncio.run(go())
-    assert done.stop in (StopReason.ABORTED, StopReason.EOS, StopReason.CONTEXT, StopReason.LENGTH)
-    assert len(done.tokens) <= 29
+    first, second = asyncio.run(go())
+    engine.close()
+    assert first.stop is second.stop is StopReason.ABORTED
+    assert 3 < len(first.tokens) < 3000
+    assert second.tokens == []
 
 
-def test_cancelling_frees_the_slot(engine):
+def test_cancelling_frees_the_slot(model):
+    engine = endless(model, slots=2)
+
     async def go():
-        tasks = [asyncio.create_task(engine.generate(r)) for r in requests(8)]
-        await asyncio.sleep(0)
+        tasks = [asyncio.create_task(engine.generate(Request(f"r{i}", (5,), Sampling(1.0, 3000), i))) for i in range(2)]
+        await until(lambda: len(lengths(engine)) == 2)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        return await asyncio.gather(*(engine.generate(r) for r in requests(8, seed=5)))
+        return await engine.generate(Request("next", (5,), Sampling(1.0, 2), 9))
 
-    assert len(asyncio.run(go())) == 8
+    done = asyncio.run(go())
+    engine.close()
+    assert len(done.tokens) == 2
 
 
 def test_stop_reasons(engine, model):
@@ -205,21 +230,24 @@ def test_switching_weights_in_flight_loses_no_request(recompute):
         assert gap[batch.mask & (batch.versions == 0)].max() > 1e-3
 
 
-def test_an_interrupted_request_goes_on_where_it_stopped(engine):
+def test_an_interrupted_request_goes_on_where_it_stopped(model):
     """Interrupted and resumed under the same weights, a sample is the same as never interrupted."""
-    whole = run(engine, [Request("w", (5, 6), Sampling(1.0, 25), 9)])[0]
+    engine = endless(model, slots=2)
+    whole = run(engine, [Request("w", (5, 6), Sampling(1.0, 300), 9)])[0]
 
     async def go():
-        task = asyncio.create_task(engine.generate(Request("a", (5, 6), Sampling(1.0, 25), 9)))
-        await asyncio.sleep(0.02)
+        task = asyncio.create_task(engine.generate(Request("a", (5, 6), Sampling(1.0, 300), 9)))
+        await until(lambda: max(lengths(engine), default=0) > 5)
         engine.interrupt()
         first = await task
-        rest = await engine.generate(Request("b", (5, 6, *first.tokens), Sampling(1.0, 25 - len(first.tokens)), 9))
+        rest = await engine.generate(Request("b", (5, 6, *first.tokens), Sampling(1.0, 300 - len(first.tokens)), 9))
         return first, rest
 
     first, rest = asyncio.run(go())
-    if first.stop is StopReason.ABORTED:
-        assert first.tokens + rest.tokens == whole.tokens
+    engine.close()
+    assert first.stop is StopReason.ABORTED
+    assert 5 < len(first.tokens) < 300
+    assert first.tokens + rest.tokens == whole.tokens
 
 
 def test_a_killed_engine_thread_loses_its_requests_and_says_so(model):

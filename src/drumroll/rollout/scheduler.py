@@ -546,15 +546,22 @@ class StepStats:
     dropped: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (domain, fate, reason) → groups
     length_bias: float = 0.0
 
-    def metrics(self) -> dict[str, float]:
-        """Counts of samples and groups by what became of them, in all and by domain."""
+    def metrics(self, *, stable: bool = False) -> dict[str, float]:
+        """Counts of samples and groups by what became of them, in all and by domain.
+
+        `stable` leaves out what depends on timing: how much was begun beyond the batch when it was complete.
+        """
         metrics = {
             "rollout/started": float(self.started),
             "rollout/retried": float(self.retried),
             "rollout/failed": float(len(self.failed)),
             "rollout/length_bias": self.length_bias,
         }
+        if stable:
+            metrics.clear()
         for (domain, fate, _), count in sorted(self.dropped.items()):
+            if stable and fate == Fate.ABORTED:
+                continue
             for name in (f"rollout/groups_{fate}", f"rollout/groups_{fate}/{domain}"):
                 metrics[name] = metrics.get(name, 0.0) + count
         return metrics
