@@ -108,7 +108,10 @@ def evaluate(model: str, recipe: str | None, overrides: tuple[str, ...]) -> None
 @click.argument("overrides", nargs=-1)
 @click.option("--pipeline", default="rl", show_default=True, help="Whose keys to explain without a recipe.")
 def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pipeline: str) -> None:
-    """Say what a config KEY means, its default and, with a RECIPE, its value and where it is set."""
+    """Say what a config KEY means, its default and, with a RECIPE, its value and where it is set.
+
+    `drumroll explain algorithm` lists the named algorithms, `drumroll explain algorithm=dapo` prints one's parts.
+    """
     from drumroll.config import load
     from drumroll.config.experiment import BY_PIPELINE
     from drumroll.config.explain import all_keys
@@ -123,8 +126,14 @@ def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pip
         for name, field in all_keys(BY_PIPELINE[pipeline]):
             click.echo(f"{name:<32} {(field.description or '').splitlines()[0]}")
         return
+    if key.partition("=")[0] == "algorithm":
+        from drumroll.algorithms.explain import explain_recipe, list_recipes
+
+        name = key.partition("=")[2]
+        click.echo(explain_recipe(name) if name else list_recipes())
+        return
     loaded = load(recipe, overrides) if recipe else None
-    click.echo(describe(key.partition("=")[0], loaded, pipeline))
+    click.echo(describe(key, loaded, pipeline))
 
 
 @cli.command()

@@ -126,6 +126,10 @@ def test_explain(drumroll):
     assert "recipe.yaml:" in out
     assert "rollout.prompts" in drumroll("explain")[1]
     mistake(drumroll("explain", "optim.lrr"), "Did you mean 'optim.lr'?")
+    assert "dr_grpo" in drumroll("explain", "algorithm")[1]
+    code, out, _ = drumroll("explain", "algorithm=dapo")
+    assert (code, "clip_high    0.28" in out, "old log-probs" in out) == (0, True, True)
+    mistake(drumroll("explain", "algorithm=dappo"), "Did you mean 'dapo'?")
 
 
 @pytest.mark.parametrize("when", ["rollout", "train"])
