@@ -3,9 +3,13 @@
 import asyncio
 import dataclasses
 import json
+import subprocess
+import sys
+import time
 from collections import Counter
 
 import pytest
+import yaml
 
 import drumroll as package
 from drumroll.algorithms import Algorithm
@@ -199,29 +203,34 @@ def test_the_ledger_answers_through_a_resume(small, drumroll):
     assert drumroll("run", "ledger", str(run.path), "--prompt", "nobody")[0] == 2
 
 
-def test_a_killed_run_shows_what_was_in_flight_and_resumes_without_loss(small, tmp_path, drumroll):
-    """A real process killed by SIGKILL between two commits."""
-    import os
-    import signal
-    import subprocess
-    import sys
-    import time
-
-    import yaml
-
+def test_a_killed_run_shows_what_was_in_flight_and_resumes_without_loss(small, tmp_path, drumroll, mine):
+    """A real process killed by SIGKILL in the middle of a step."""
+    reward = f"{mine('import time' + chr(10) + 'def f(completion): time.sleep(0.2); return len(completion)')}:f"
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(steps=10_000, checkpoint={"every": 2}, roles={"rollout": {"slots": 2}})))
+    recipe = small(steps=10_000, checkpoint={"every": 1}, reward=reward, eval={}, import_from=[str(tmp_path)])
+    path.write_text(yaml.safe_dump(recipe))
     process = subprocess.Popen([sys.executable, "-m", "drumroll", "train", str(path), "--quiet"], cwd=tmp_path)
-    metrics, deadline = tmp_path / "runs/small/metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") > 4):
+    books, deadline = tmp_path / "runs/small/ledger.sqlite", time.monotonic() + 120
+
+    def in_flight():
+        if not books.exists() or not (tmp_path / "runs/small/checkpoints/step-000001").exists():
+            return []
+        return Ledger(books, read_only=True).in_flight()
+
+    while not in_flight():
         assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
+        time.sleep(0.05)
+    process.kill()
     process.wait()
+    code, out, _ = drumroll("run", "ledger", str(tmp_path / "runs/small"), "--in-flight")
+    assert code == 0
+    assert "scoring" in out
     run = Run.open(tmp_path / "runs/small")
     last = run.checkpoints.steps()[-1]
-    package.train(resume=run.path, overrides=[f"steps={last + 2}"])
+    package.train(resume=run.path, overrides=[f"steps={last + 1}"])
     ledger = Ledger(run.path / "ledger.sqlite", read_only=True)
     assert ledger.problems() == []
+    assert ledger.in_flight() == []
+    assert dict(ledger.fates())["superseded"] > 0
     trained = [d for (d,) in ledger.db.execute("SELECT draw FROM draws WHERE fate = 'trained' ORDER BY draw")]
-    assert trained == list(range(4 * (last + 2)))
+    assert trained == list(range(4 * (last + 1)))

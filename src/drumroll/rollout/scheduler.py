@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from drumroll.errors import RolloutError
 from drumroll.rollout.filters import Filter, find_filter
 from drumroll.rollout.lifecycle import DrawEvent, Event, Listener, Stage, legal
 from drumroll.rollout.router import Router
+from drumroll.rollout.stats import LengthBias, StepStats
 from drumroll.sample import Failure, Fate, Group, Owner, Prompt, Sample, State, StopReason, Trace, Version, sample_seed
 
 Decode = Callable[[list[int]], str]
@@ -534,59 +535,3 @@ def _oldest(group: Group) -> Version:
     """The oldest weights that wrote a token of the group."""
     versions = [v for v in (s.oldest_version() for s in group.samples) if v is not None]
     return min(versions, default=0)
-
-
-@dataclass
-class StepStats:
-    """What happened from one batch taken to the next."""
-
-    started: int = 0
-    retried: int = 0
-    failed: list[Sample] = field(default_factory=list)
-    dropped: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (domain, fate, reason) → groups
-    length_bias: float = 0.0
-
-    def metrics(self, *, stable: bool = False) -> dict[str, float]:
-        """Counts of samples and groups by what became of them, in all and by domain.
-
-        `stable` leaves out what depends on timing: how much was begun beyond the batch when it was complete.
-        """
-        metrics = {
-            "rollout/started": float(self.started),
-            "rollout/retried": float(self.retried),
-            "rollout/failed": float(len(self.failed)),
-            "rollout/length_bias": self.length_bias,
-        }
-        if stable:
-            metrics.clear()
-        for (domain, fate, _), count in sorted(self.dropped.items()):
-            if stable and fate == Fate.ABORTED:
-                continue
-            for name in (f"rollout/groups_{fate}", f"rollout/groups_{fate}/{domain}"):
-                metrics[name] = metrics.get(name, 0.0) + count
-        return metrics
-
-
-class LengthBias:
-    """Mean length of accepted samples against that of all samples that finished, over the run so far.
-
-    In arrival order short samples finish first and are accepted more often; 0 is unbiased, -0.1 means accepted samples
-    are 10% shorter.
-    """
-
-    def __init__(self) -> None:
-        self.all = [0, 0]
-        self.kept = [0, 0]
-
-    def finished(self, sample: Sample) -> None:
-        """Count a sample that ran to its end."""
-        self.all[0] += sample.policy_length()
-        self.all[1] += 1
-
-    def accepted(self, groups: Sequence[Group], stats: StepStats) -> None:
-        """Count the samples of a batch, and note the bias."""
-        for group in groups:
-            self.kept[0] += sum(s.policy_length() for s in group.samples)
-            self.kept[1] += len(group.samples)
-        if self.kept[1] and self.all[0]:
-            stats.length_bias = (self.kept[0] / self.kept[1]) / (self.all[0] / self.all[1]) - 1.0
