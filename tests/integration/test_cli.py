@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,7 +82,11 @@ def test_a_reward_that_always_fails_stops_after_the_first_batch(drumroll, recipe
     name = f"rewards_{abs(hash(body))}"
     (tmp_path / f"{name}.py").write_text(f"def correct(completion, answer):\n    {body}\n")
     path = recipe(reward=f"{name}:correct", eval={"sets": {}})
-    mistake(drumroll("train", path, "steps=50"), "all 16 samples of the step failed", sentence)
+    result = drumroll("train", path, "steps=50")
+    mistake(result, sentence)
+    failed = re.search(r"all (\d+) samples of the step failed, so there is nothing to train on", result[2])
+    assert failed, result
+    assert 16 <= int(failed[1]) < 50 * 16  # a batch, and what failed beside it before the step was given up
 
 
 def test_a_reward_that_does_not_exist(drumroll, recipe, tmp_path):
