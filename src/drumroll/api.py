@@ -48,7 +48,7 @@ def train(
 
 async def _train(config: AnyConfig, open_run: Callable[[], Run], progress: Progress, *, resume: bool) -> Run:
     """Models, data and rewards are opened first: a recipe that does not work leaves no run directory and replaces none."""
-    workers = open_workers(config)
+    workers = await open_workers(config)
     try:
         evaluator = open_evaluator(config, workers)
         rollouts = open_rollouts(config, workers) if isinstance(config, RLConfig) else None
@@ -74,7 +74,7 @@ def evaluate(model: str | Path, recipe: Recipe, overrides: Sequence[str] = ()) -
 
 
 async def _evaluate(config: AnyConfig) -> dict[str, float]:
-    workers = open_workers(config)
+    workers = await open_workers(config)
     try:
         evaluator = open_evaluator(config, workers)
         assert evaluator is not None

@@ -30,9 +30,12 @@ class Batch:
     rewards: Tensor  # [samples] float32
     truncated: Tensor  # [samples] bool: ran out of tokens
     domains: tuple[str, ...]  # [samples]
+    greedy: Tensor | None = None  # [samples] reward of the group's greedy sample, which is not in the batch
     sample_weights: Tensor | None = None  # [samples] factor on the loss
     old: Tensor | None = None  # [tokens] log-prob under the policy before this update
     reference: Tensor | None = None  # [tokens] log-prob under the reference policy
+    values: Tensor | None = None  # [tokens] the critic's expectation before the token
+    returns: Tensor | None = None  # [tokens] what the critic should have expected
     advantages: Tensor | None = None  # [tokens]
     weights: Tensor | None = None  # [tokens] share of each token in the loss; sums to 1 over a minibatch
 
@@ -70,6 +73,29 @@ class Batch:
         rows = torch.tensor(list(traces), dtype=torch.int64)
         return self.with_(lengths=self.lengths[rows], sample_of=self.sample_of[rows], **per_token)
 
+    def shares(self, ranks: int) -> list[list[int]]:
+        """Trace indices by data-parallel rank, balanced by tokens: the longest first, each to the least loaded."""
+        if ranks == 1:
+            return [list(range(self.num_traces))]
+        chunks: list[list[int]] = [[] for _ in range(ranks)]
+        load = [0] * ranks
+        for trace in sorted(range(self.num_traces), key=lambda t: -int(self.lengths[t])):
+            rank = load.index(min(load))
+            chunks[rank].append(trace)
+            load[rank] += int(self.lengths[trace])
+        return chunks
+
+    def gather(self, parts: Sequence[Tensor]) -> Tensor:
+        """[tokens] a column whose parts were computed by the ranks of `shares`, put back in this batch's order."""
+        if len(parts) == 1:
+            return parts[0]
+        starts = torch.cumsum(self.lengths, 0) - self.lengths
+        column = parts[0].new_zeros(len(self.tokens))
+        for traces, part in zip(self.shares(len(parts)), parts, strict=True):
+            if traces:
+                column[torch.cat([torch.arange(int(starts[t]), int(starts[t] + self.lengths[t])) for t in traces])] = part
+        return column
+
     def micro_batches(self, max_tokens: int) -> list[list[int]]:
         """Trace indices in chunks of at most `max_tokens` tokens (a longer trace goes alone), longest first."""
         order = sorted(range(self.num_traces), key=lambda t: -int(self.lengths[t]))
@@ -85,12 +111,13 @@ class Batch:
         return chunks
 
 
-PER_TOKEN = ("tokens", "mask", "behaviour", "versions", "old", "reference", "advantages", "weights")
+PER_TOKEN = ("tokens", "mask", "behaviour", "versions", "old", "reference", "values", "returns", "advantages", "weights")
 
 
 def pack(groups: Sequence[Group], oldest: Version = 0) -> Batch:
     """Pack the scored samples of groups, in the order given. Tokens of versions before `oldest` are not trained on."""
     samples = [(g, s) for g, group in enumerate(groups) for s in group.samples if s.reward is not None]
+    greedy = [groups[g].greedy for g, _ in samples]
     assert samples, "pack needs at least one scored sample"
     traces = [(i, trace) for i, (_, sample) in enumerate(samples) for trace in sample.traces]
     assert all(trace.owners[0] is not Owner.POLICY for _, trace in traces), "a trace starts with a prompt token"
@@ -108,4 +135,5 @@ def pack(groups: Sequence[Group], oldest: Version = 0) -> Batch:
         rewards=torch.tensor([s.reward for _, s in samples], dtype=torch.float32),
         truncated=torch.tensor([s.stop in (StopReason.LENGTH, StopReason.CONTEXT) for _, s in samples], dtype=torch.bool),
         domains=tuple(s.prompt.domain for _, s in samples),
+        greedy=torch.tensor([s.reward for s in greedy if s is not None]) if all(greedy) else None,
     )

@@ -78,7 +78,10 @@ def _show_dry_run(config: Any) -> None:
     from drumroll.config.explain import arithmetic
 
     click.echo(dump(config))
-    for line in arithmetic(config):
+    from drumroll.cluster.layout import planned
+
+    layout = planned(config)
+    for line in [*arithmetic(config), *(layout.describe().splitlines() if layout else [])]:
         click.echo(f"# {line}")
 
 
@@ -169,7 +172,10 @@ def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int |
     from drumroll.config.explain import arithmetic
 
     config = load(recipe, overrides).config
-    for line in arithmetic(config):
+    from drumroll.cluster.layout import planned
+
+    layout = planned(config)
+    for line in [*arithmetic(config), *(layout.describe().splitlines() if layout else [])]:
         click.echo(line)
     if not simulate:
         return
@@ -181,6 +187,30 @@ def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int |
 
     steps = work.pop("steps")
     Console().print(simulation_table(config, engines or config.roles.rollout.workers, steps, work))
+
+
+@cli.group()
+def check() -> None:
+    """Look for trouble before it costs time."""
+
+
+@check.command("machine")
+@click.option("--json", "as_data", is_flag=True, help="Print everything found as JSON, in bytes.")
+def check_machine(as_data: bool) -> None:
+    """What this machine has, which parts of drumroll can run on it, and the commands that bring what is missing."""
+    from drumroll.observe.machine import look
+    from drumroll.observe.readiness import as_json, readiness_tables
+
+    machine = look(Path.cwd())
+    if as_data:
+        import json
+
+        click.echo(json.dumps(as_json(machine), indent=2))
+        return
+    from rich.console import Console
+
+    for table in readiness_tables(machine):
+        Console().print(table)
 
 
 @cli.group()

@@ -36,13 +36,15 @@ class Registry(Generic[T]):
     def __init__(self, what: str) -> None:
         self.what = what
         self.parts: dict[str, T] = {}
+        self._traits: dict[Any, dict[str, Any]] = {}
 
-    def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that files a part under a name."""
+    def register(self, name: str, **traits: Any) -> Callable[[T], T]:
+        """Decorator that files a part under a name, with what others must know of it."""
 
         def add(part: T) -> T:
             assert name not in self.parts, f"{self.what} '{name}' is registered twice"
             self.parts[name] = part
+            self._traits[part] = traits
             return part
 
         return add
@@ -60,3 +62,7 @@ class Registry(Generic[T]):
         raise ConfigError(
             f"{self.what}: '{name}' is not known; choose one of {known}, or name your own as module:function.{did_you_mean(name, self.parts)}"
         )
+
+    def traits(self, name: str) -> dict[str, Any]:
+        """What a part declared of itself; nothing for a plain function."""
+        return self._traits.get(self.get(name), {})

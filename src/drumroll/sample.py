@@ -14,6 +14,8 @@ from typing import Any
 
 Message = dict[str, Any]
 Version = int
+GREEDY = -1
+"""Index of a group's greedy sample: its reward is a baseline, it is not trained on."""
 
 
 class Owner(IntEnum):
@@ -49,6 +51,7 @@ class Fate(StrEnum):
     """How a sample ended; every sample started gets exactly one."""
 
     TRAINED = "trained"
+    BASELINE = "baseline"
     FILTERED = "filtered"
     STALE = "stale"
     FAILED = "failed"
@@ -137,7 +140,8 @@ class Sample:
     @property
     def id(self) -> str:
         """Unique within a run: draw number, place in the group, and which attempt at the draw if not the first."""
-        return f"{self.draw}.{self.index}" if not self.attempt else f"{self.draw}.{self.index}~{self.attempt}"
+        own = f"{self.draw}.{'greedy' if self.index == GREEDY else self.index}"
+        return own if not self.attempt else f"{own}~{self.attempt}"
 
     def oldest_version(self) -> Version | None:
         """The oldest weights that wrote any of its tokens."""
@@ -157,6 +161,11 @@ class Group:
     draw: int
     samples: list[Sample]
     attempt: int = 0
+    greedy: Sample | None = None
+
+    def everyone(self) -> list[Sample]:
+        """All samples, the greedy one included."""
+        return self.samples if self.greedy is None else [*self.samples, self.greedy]
 
     @property
     def rewards(self) -> list[float]:

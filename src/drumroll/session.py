@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,16 @@ class Resumable(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
+class Remembered(dict[str, Any]):
+    """Plain data that a loop carries from step to step."""
+
+    def state(self) -> dict[str, Any]:
+        return dict(self)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.update(state)
+
+
 class Session:
     """One training run from its first step, or from its last checkpoint, to its end."""
 
@@ -43,6 +53,7 @@ class Session:
         self.run = run
         self.config = run.config
         self.workers = workers
+        workers.notify = progress.notice
         self.evaluator = evaluator
         self.progress = progress
         self.trackers = Trackers(run)
@@ -53,7 +64,8 @@ class Session:
         self._earlier_seconds = 0.0
         self._began = time.monotonic()
         self._stage_times: Metrics = {}
-        self._resumable: Resumable | None = None
+        self._peaks: Metrics = {}
+        self._resumable: dict[str, Resumable] = {}
         self._unfinished: Metrics | None = None
         self.ledger: Ledger | None = None
         self._committed: dict[str, Any] = {}
@@ -63,19 +75,21 @@ class Session:
         self.ledger = Ledger(self.run.path / LEDGER)
         return self.ledger
 
-    def watch(self, part: Resumable) -> None:
-        """Keep this part's place in checkpoints."""
-        self._resumable = part
+    def watch(self, **parts: Resumable) -> None:
+        """Keep these parts' places in checkpoints."""
+        self._resumable |= parts
 
-    @contextmanager
-    def stage(self, name: str) -> Generator[None]:
-        """Time a stage; it shows as `time/<name>` and in the terminal."""
+    @asynccontextmanager
+    async def stage(self, name: str) -> AsyncGenerator[None]:
+        """Measure a stage: it shows as `time/<name>`, `memory/<name>/<role>` and in the terminal."""
         self.progress.stage(name)
         began = time.monotonic()
         try:
             yield
         finally:
             self._stage_times[f"time/{name}"] = self._stage_times.get(f"time/{name}", 0.0) + time.monotonic() - began
+        for role, peak in (await self.workers.memory()).items():
+            self._peaks[f"memory/{name}/{role}"] = peak
 
     # --- the three calls of a pipeline ---
 
@@ -171,7 +185,7 @@ class Session:
     async def _evaluate(self) -> Metrics:
         if self.evaluator is None:
             return {}
-        with self.stage("eval"):
+        async with self.stage("eval"):
             metrics, samples = await self.evaluator.run(self.step)
         self.run.write_rollouts("eval", self.step, samples)
         return metrics
@@ -188,20 +202,22 @@ class Session:
             ledger.close()
 
     def _take_times(self) -> Metrics:
-        times = dict(self._stage_times)
-        self._stage_times.clear()
+        times = self._stage_times | self._peaks
+        self._stage_times, self._peaks = {}, {}
         return times
 
     def _state(self) -> dict[str, Any]:
-        loop = self._resumable.state() if self._resumable else {}
+        loop = {name: part.state() for name, part in self._resumable.items()}
         return {"loop": loop, "before": self.before, "after": self.after}
 
     async def _save(self) -> None:
-        with self.stage("checkpoint"):
+        async with self.stage("checkpoint"):
             state = {**self._committed, "before": self.before, "after": self.after, "seconds": self.seconds()}
 
             async def write(folder: Path) -> None:
-                await self.workers.actor.call(0, Learner.save, folder)
+                for part, group in self.workers.learners().items():
+                    (folder / part).mkdir(exist_ok=True)
+                    await group.call(0, Learner.save, folder / part)
 
             await self.run.checkpoints.save(self.step, write, state)
 
@@ -216,10 +232,11 @@ class Session:
         if self.ledger is not None:
             self.ledger.resume(step)
         state = self.run.checkpoints.state(step)
-        await self.workers.actor.call(0, Learner.load, self.run.checkpoints.path(step))
+        for part, group in self.workers.learners().items():
+            await group.broadcast(Learner.load, self.run.checkpoints.path(step) / part)
         await self.workers.publish(step)
-        if self._resumable:
-            self._resumable.restore(state["loop"])
+        for name, resumable in self._resumable.items():
+            resumable.restore(state["loop"][name])
         self.step, self.before, self.after = step, state["before"], state["after"]
         self._earlier_seconds = state["seconds"]
         self._committed = self._state()
@@ -251,8 +268,8 @@ class Session:
 
     async def _save_interrupted(self) -> None:
         """Save the last committed step, unless the weights have moved beyond it."""
-        updates = await self.workers.actor.call(0, Learner.updates)
-        if self.step and updates == self.step and self.step not in self.run.checkpoints.steps():
+        updates = {await group.call(0, Learner.updates) for group in self.workers.learners().values()}
+        if self.step and updates == {self.step} and self.step not in self.run.checkpoints.steps():
             if self._unfinished is not None:  # interrupted in the middle of a commit
                 self.run.append_metrics(self.step, self._unfinished)
             await self._save()

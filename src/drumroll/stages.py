@@ -8,21 +8,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from drumroll.algorithms import Algorithm
-from drumroll.batch import Batch, pack
+from torch import Tensor
+
+from drumroll.algorithms import OLD, REFERENCE, VALUES
+from drumroll.batch import Batch
+from drumroll.cluster.desk import Desk, Memory
+from drumroll.cluster.group import WorkerGroup
 from drumroll.cluster.workers import Workers, open_workers
 from drumroll.config import AnyConfig, RLConfig
+from drumroll.config.algorithm import WITH_GREEDY
 from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
 from drumroll.learners import Learner, Metrics, Update
+from drumroll.learners.totals import merge
 from drumroll.rewards import Scorer
+from drumroll.rewards.judge import Ask, ask_by
 from drumroll.rollout.evaluation import Evaluator, open_sets
 from drumroll.rollout.lifecycle import Listener
 from drumroll.rollout.scheduler import Decode, Rollouts
-from drumroll.sample import Group
+from drumroll.sample import Group, Version
 
-__all__ = ["advantages", "infer", "open_evaluator", "open_rollouts", "open_workers", "pack", "publish", "update"]
+__all__ = ["advantages", "infer", "open_evaluator", "open_rollouts", "open_workers", "pack", "publish", "train", "update"]
 
 
 def decoder(workers: Workers) -> Decode:
@@ -30,12 +37,24 @@ def decoder(workers: Workers) -> Decode:
     return lambda tokens: workers.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+def open_scorer(config: AnyConfig, workers: Workers, rollout: RolloutConfig) -> Scorer:
+    """The rewards, their processes, and the judge that they may ask."""
+    judge: Ask | None = None
+    if workers.judge is not None and config.roles.judge is not None:
+        judge = ask_by(workers.judge, workers.judge_tokenizer, config.roles.judge)
+    scorer = Scorer(config.rewards(), rollout.reward_timeout, workers.open_pool(rollout.reward_workers), judge)
+    workers.closing.append(scorer.close)
+    return scorer
+
+
 def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listener] = ()) -> Rollouts:
     """The stream of scored groups."""
-    scorer = Scorer(config.rewards(), config.rollout.reward_timeout, config.rollout.reward_workers)
-    workers.closing.append(scorer.close)
+    scorer = open_scorer(config, workers, config.rollout)
     source = PromptSource(config.data, config.seed, Renderer(workers.tokenizer), scorer.required_columns)
-    return Rollouts(config.rollout, config.seed, source, workers.router, scorer, decoder(workers), listeners=listeners)
+    greedy = config.algorithm.advantage in WITH_GREEDY
+    return Rollouts(
+        config.rollout, config.seed, source, workers.router, scorer, decoder(workers), greedy=greedy, listeners=listeners
+    )
 
 
 def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
@@ -43,40 +62,59 @@ def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
     if not config.eval.sets:
         return None
     rollout = config.rollout if isinstance(config, RLConfig) else RolloutConfig(max_tokens=config.eval_max_tokens)
-    scorer = Scorer(config.rewards(), rollout.reward_timeout, rollout.reward_workers)
-    workers.closing.append(scorer.close)
+    scorer = open_scorer(config, workers, rollout)
     sets = open_sets(config.eval, Renderer(workers.tokenizer), scorer.required_columns, config.data.max_prompt_tokens)
 
     return Evaluator(config.eval, sets, workers.router, scorer, decoder(workers), config.seed, rollout)
 
 
-def open_algorithm(config: RLConfig) -> Algorithm:
-    """The algorithm's parts. One update per batch needs no log-probs of the policy before it."""
-    samples = config.rollout.prompts * config.rollout.samples
-    single = config.optim.epochs == 1 and (config.optim.minibatch or samples) >= samples
-    stale = config.rollout.max_staleness > 0
-    return Algorithm(config.algorithm, single_update=single, longest=config.rollout.max_tokens, stale=stale)
+# --- The stages of a step. A batch is a reference: on a cluster its tensors never come here. ---
 
 
-async def infer(workers: Workers, algorithm: Algorithm, batch: Batch, temperature: float) -> Batch:
-    """Only the forward passes that the algorithm needs."""
-    if algorithm.needs.old_logprobs:
-        batch = batch.with_(old=await workers.actor.call(0, Learner.logprobs, batch, temperature))
-    if algorithm.needs.reference:
+async def pack(workers: Workers, groups: Sequence[Group], oldest: Version = 0) -> Batch:
+    """Groups as packed tensors."""
+    return await workers.desk.keep(0, Desk.pack, list(groups), oldest)
+
+
+async def infer(workers: Workers, batch: Batch, temperature: float) -> Batch:
+    """Only the forward passes that the algorithm needs, each over all ranks of its role."""
+    if OLD in workers.needs:
+        batch = await _join(workers, batch, "old", await workers.actor.scatter(Learner.logprobs, batch, temperature))
+    if REFERENCE in workers.needs:
         assert workers.reference is not None, "a KL term needs the reference role"
-        batch = batch.with_(reference=await workers.reference.call(0, Learner.logprobs, batch, temperature))
+        parts = await workers.reference.scatter(Learner.reference_logprobs, batch, temperature)
+        batch = await _join(workers, batch, "reference", parts)
+    if VALUES in workers.needs:
+        assert workers.critic is not None, "GAE needs the critic role"
+        batch = await _join(workers, batch, "values", await workers.critic.scatter(Learner.values, batch))
     return batch
 
 
-def advantages(algorithm: Algorithm, batch: Batch) -> Batch:
-    """Rewards become one advantage per trained token."""
-    return algorithm.advantages(batch)
+async def _join(workers: Workers, batch: Batch, column: str, parts: Sequence[Tensor]) -> Batch:
+    return await workers.desk.keep(0, Desk.join, batch, column, *parts)
 
 
-async def update(workers: Workers, algorithm: Algorithm, batch: Batch, temperature: float) -> Metrics:
-    """Train the actor on a batch."""
-    work = Update(batch, algorithm.loss, algorithm.aggregate, temperature)
-    return await workers.actor.call(0, Learner.update, work)
+async def advantages(workers: Workers, batch: Batch, memory: Memory) -> tuple[Batch, Metrics]:
+    """Rewards become one advantage per trained token; what the algorithm's parts remember is updated."""
+    batch = await workers.desk.keep(0, Desk.advantages, batch, dict(memory))
+    metrics, after = await workers.desk.call(0, Desk.report)
+    memory.update(after)
+    return batch, metrics
+
+
+async def update(workers: Workers, batch: Batch, temperature: float, *, idle: bool = False) -> Metrics:
+    """Train the critic, if there is one, and the actor on a batch; `idle` leaves the actor as it is."""
+    async with workers.training():
+        metrics: Metrics = {}
+        if workers.critic is not None:
+            metrics |= await train(workers.critic, await workers.desk.keep(0, Desk.critic_work, batch))
+        work = await workers.desk.keep(0, Desk.actor_work, batch, temperature, idle)
+        return metrics | await train(workers.actor, work)
+
+
+async def train(group: WorkerGroup[Learner], work: Update) -> Metrics:
+    """An update over all ranks of a role."""
+    return merge(await group.broadcast(Learner.update, work))
 
 
 async def publish(workers: Workers, version: int) -> None:

@@ -29,7 +29,7 @@ from drumroll.store.run import Run
 
 async def barrier_loop(config: RLConfig):
     """An independent synchronous loop: draw a prompt, write its samples one by one, score, keep if useful; until enough."""
-    workers = open_workers(config)
+    workers = await open_workers(config)
     scorer = Scorer(config.rewards())
     source = PromptSource(config.data, config.seed, Renderer(workers.tokenizer), scorer.required_columns)
     algorithm = Algorithm(config.algorithm, single_update=True)
@@ -78,9 +78,11 @@ def test_staleness_zero_equals_a_plain_barrier_loop_bit_for_bit(small, oversampl
 
     seen = []
 
-    def spy(groups, **kwargs):
+    packed = controller.pack
+
+    async def spy(workers, groups, **kwargs):
         seen.append([(s.draw, s.index, s.traces[0].tokens, s.traces[0].logprobs) for g in groups for s in g.samples])
-        return pack(groups, **kwargs)
+        return await packed(workers, groups, **kwargs)
 
     monkeypatch.setattr(controller, "pack", spy)
     run = package.train(recipe)

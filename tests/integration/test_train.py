@@ -29,7 +29,10 @@ LEARNING = {
 
 def untimed(run):
     """Metrics without timings, as bytes."""
-    lines = [{k: v for k, v in m.items() if not k.startswith("time/") and k != "rollout/tokens_per_s"} for m in run.metrics]
+    lines = [
+        {k: v for k, v in m.items() if not k.startswith(("time/", "memory/")) and k != "rollout/tokens_per_s"}
+        for m in run.metrics
+    ]
     return json.dumps(lines)
 
 
@@ -49,12 +52,15 @@ def test_deterministic_runs_are_byte_equal(small):
     assert untimed(other) != untimed(runs[0])
 
 
-@pytest.mark.parametrize("pipeline", ["rl", "sft"])
+@pytest.mark.parametrize("pipeline", ["rl", "sft", "critic"])
 def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline):
     changes = {"deterministic": True, "eval": {"every": 2}, "checkpoint": {"every": 1}}
     if pipeline == "sft":
         rows = {"source": "drumroll.data.problems:demonstrations", "args": {"task": "sums", "flawed": 0.5}}
         changes |= {"pipeline": "sft", "batch": 8, "data": {"train": {"sums": rows, "reversal": rows}}}
+    if pipeline == "critic":  # with parts that remember
+        remembering = {"reward_mean": "running", "reward_std": "running", "kl_reward": 0.1, "kl_target": 0.5, "kl_horizon": 50}
+        changes |= {"algorithm": {"recipe": "ppo", "critic_first": 1, **remembering}}
 
     def recipe(**more):
         made = small(**changes, **more)
@@ -131,6 +137,43 @@ def test_kl_starts_at_zero_and_ratios_at_one(small):
     first, second = drumroll.train(small(algorithm={"kl": 0.1})).metrics[1:]
     assert abs(first["train/kl_reference"]) < 1e-6 < second["train/kl_reference"]
     assert first["train/ratio_max"] == 1.0
+
+
+def test_a_critic_comes_first(small):
+    run = drumroll.train(
+        small(steps=3, algorithm={"recipe": "ppo", "critic_first": 2}, roles={"critic": {"optim": {"lr": 1e-3}}})
+    )
+    assert ["train/loss" in m for m in run.metrics[1:]] == [False, False, True]
+    assert [m["critic/lr"] for m in run.metrics[1:]] == [1e-3] * 3
+    assert all("critic/explained" in m for m in run.metrics[1:])
+
+
+def test_remax_scores_a_greedy_sample_and_does_not_train_on_it(small):
+    run = drumroll.train(small(algorithm="remax"))
+    rows = [s for s in run.samples if s["kind"] == "train"]
+    assert {s["fate"] for s in rows} == {"trained", "baseline"}
+    baseline = [s for s in rows if s["fate"] == "baseline"]
+    assert len(baseline) == 2 * 4
+    assert all(s["id"].endswith(".greedy") and s["reward"] is not None for s in baseline)
+    tokens = sum(sum(t["owners"].count(1) for t in s["traces"]) for s in rows if s["fate"] == "trained" and s["step"] == 1)
+    assert run.metrics[1]["rollout/tokens"] == tokens
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_adapters_learn_against_themselves_switched_off(small, staleness):
+    recipe = small(
+        algorithm={"kl": 0.05, "correction": "truncate"},
+        roles={"actor": {"lora": {"rank": 4}}},
+        rollout={"max_staleness": staleness},
+        optim={"lr": 1e-2},
+        steps=3,
+    )
+    run = drumroll.train(recipe)
+    kl = [m["train/kl_reference"] for m in run.metrics[1:]]
+    assert kl[0] == pytest.approx(0, abs=1e-6)
+    assert kl[-1] > 1e-5
+    assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:]) or staleness
+    assert drumroll.evaluate(run.model_path, recipe)["eval/sums"] == run.metrics[-1]["eval/sums"]
 
 
 def test_a_second_minibatch_is_off_policy(small):

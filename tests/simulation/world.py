@@ -141,6 +141,7 @@ class World:
         self.reward_fails, self.reward_hangs = rng.choice([0.0, 0.05]), rng.choice([0.0, 0.03])
         self.turns = rng.choice([1, 1, 2])
         self.kill_at = rng.uniform(3, 40) if rng.random() < 0.5 else None
+        self.greedy = rng.random() < 0.3
         self.folder = folder
         self.fates: dict[tuple[int, str], Fate] = {}
         self.begun: dict[tuple[int, int, int], Fate | None] = {}
@@ -174,7 +175,7 @@ class World:
             else:
                 assert self.begun[key] is None, f"draw {key} ended twice"
                 self.begun[key] = event.fate
-                unfinished = [s.id for s in group.samples if not isinstance(s.state, Fate)]
+                unfinished = [s.id for s in group.everyone() if not isinstance(s.state, Fate)]
                 assert not unfinished, f"draw {group.draw} ended as {event.fate}, but {unfinished} have no fate"
                 if event.fate is Fate.TRAINED:
                     self.trained[group.draw] += 1
@@ -257,7 +258,7 @@ class World:
         self.router = router = Router(self.config.engine_timeout)
         self.rollouts = rollouts = Rollouts(
             self.config, self.report.seed, SimSource(), router, FaultyScorer(self.work, self), lambda tokens: "",
-            act=self.act, listeners=[ledger, self.check], clock=loop.time,
+            act=self.act, greedy=self.greedy, listeners=[ledger, self.check], clock=loop.time,
         )  # fmt: skip
         self.engines = {}
         if self.state is not None:

@@ -1,23 +1,27 @@
 """Every estimator, loss, aggregation and correction equals a slow loop written from its formula, edges included."""
 
 import itertools
+import json
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_batch import make_trace
 
 from drumroll.algorithms import Algorithm
 from drumroll.algorithms.advantages import ESTIMATORS, Scores
 from drumroll.algorithms.aggregations import AGGREGATIONS
 from drumroll.algorithms.corrections import behaviour_weights
-from drumroll.algorithms.losses import LOSSES, PolicyLoss, Tokens, kl_divergence
+from drumroll.algorithms.losses import LOSSES, PolicyLoss, Tokens, ValueLoss, ValueTokens, kl_divergence
+from drumroll.algorithms.shaping import KLPenalty, Normaliser, repetition, shape
 from drumroll.algorithms.statistics import whiten
 from drumroll.batch import pack
 from drumroll.config import load
 from drumroll.config.algorithm import RECIPES, AlgorithmConfig
 from drumroll.errors import AlgorithmError, ConfigError
+from drumroll.sample import Group, Owner, Prompt, Sample
 
 # --- estimators ---
 
@@ -46,23 +50,59 @@ SLOW = {
     "rloo": lambda r, n: [r[i] - mean(r[:i] + r[i + 1 :]) if len(r) > 1 else 0.0 for i in range(len(r))],
     "opo": lambda r, n: [x - sum(a * b for a, b in zip(r, n, strict=True)) / max(1, sum(n)) for x in r],
     "pass_at_k": lambda r, n: slow_pass_at_k(r, 2),
-    "reinforce": lambda r, n: list(r),
     "positive": lambda r, n: [float(x > 0) for x in r],
+    "remax": lambda r, n: [x - 0.25 for x in r],
 }
+PER_TOKEN = {"gae", "reinforce"}
 reward = st.one_of(st.sampled_from([0.0, 1.0, -1.0]), st.floats(-5, 5))
 member = st.tuples(reward, st.integers(1, 9))
 
 
-@pytest.mark.parametrize("name", sorted(ESTIMATORS.parts))
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS.parts) - PER_TOKEN))
 @given(groups=st.lists(st.lists(member, min_size=1, max_size=6), min_size=1, max_size=4))
 def test_estimators_equal_their_formulas(name, groups):
     rewards = torch.tensor([r for g in groups for r, _ in g], dtype=torch.float64)
     lengths = torch.tensor([n for g in groups for _, n in g])
     group_of = torch.tensor([i for i, g in enumerate(groups) for _ in g])
-    got = ESTIMATORS.get(name)(Scores(rewards, group_of, lengths, AlgorithmConfig(pass_k=2)))
+    greedy = torch.full_like(rewards, 0.25)
+    got = ESTIMATORS.get(name)(Scores(rewards, group_of, lengths, AlgorithmConfig(pass_k=2), greedy))
     want = [a for g in groups for a in SLOW[name]([r for r, _ in g], [n for _, n in g])]
     assert got.tolist() == pytest.approx(want, abs=1e-6, rel=1e-6)
     assert torch.isfinite(got).all()
+
+
+token = st.tuples(st.floats(-2, 2), st.floats(-2, 2))
+
+
+@pytest.mark.parametrize("name", sorted(PER_TOKEN))
+@given(st.lists(st.lists(token, min_size=1, max_size=7), min_size=1, max_size=4), st.floats(0, 1), st.floats(0, 1))
+def test_token_estimators_equal_their_formulas(name, traces, discount, decay):
+    rewards, values = (torch.tensor([t[i] for trace in traces for t in trace], dtype=torch.float64) for i in (0, 1))
+    trace_of = torch.tensor([2 * i for i, trace in enumerate(traces) for _ in trace])  # traces without a token leave gaps
+    config = AlgorithmConfig(discount=discount, gae_decay=decay)
+    nothing = torch.zeros(1)
+    got = ESTIMATORS.get(name)(Scores(nothing, nothing, nothing, config, None, rewards, values, trace_of))
+    want = []
+    for trace in traces:
+        for t in range(len(trace)):
+            if name == "reinforce":
+                want.append(sum(discount ** (k - t) * trace[k][0] for k in range(t, len(trace))))
+            else:
+                ahead = [v for _, v in trace[1:]] + [0.0]
+                surprise = [r + discount * n - v for (r, v), n in zip(trace, ahead, strict=True)]
+                want.append(sum((discount * decay) ** (k - t) * surprise[k] for k in range(t, len(trace))))
+    assert got.tolist() == pytest.approx(want, abs=1e-9)
+
+
+def test_what_the_config_knows_of_the_parts_is_what_they_declare():
+    """The config is read without importing torch, so it keeps its own lists."""
+    from drumroll.config.algorithm import GROUPED, WITH_CRITIC, WITH_GREEDY, WITHOUT_RATIO
+
+    traits = {name: ESTIMATORS.traits(name) for name in ESTIMATORS.parts}
+    assert {n for n, t in traits.items() if t.get("grouped")} == GROUPED
+    assert {n for n, t in traits.items() if "values" in t.get("needs", ())} == WITH_CRITIC
+    assert {n for n, t in traits.items() if "greedy" in t.get("needs", ())} == WITH_GREEDY
+    assert {n for n in LOSSES.parts if LOSSES.traits(n).get("ratio") is False} == WITHOUT_RATIO
 
 
 # --- losses ---
@@ -129,6 +169,40 @@ def test_at_the_old_policy_every_loss_has_the_policy_gradient(name):
     assert tokens.logprobs.grad.tolist() == pytest.approx([-0.5, -0.5, 1.5], abs=1e-9)
 
 
+@pytest.mark.parametrize("name", sorted(LOSSES.parts))
+@pytest.mark.parametrize(
+    ("now", "old"), [(-1e4, 0.0), (0.0, -1e4), (-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf)]
+)
+def test_huge_ratios_and_impossible_tokens(name, now, old):
+    """Far away is finite; where the log-prob itself is in the loss, -inf is caught by the learner's guard."""
+    tokens = tokens_of([(now, old, 1.0, 0), (-1.0, -1.0, -1.0, 0)])
+    loss = LOSSES.get(name)(tokens, AlgorithmConfig(loss=name))
+    if math.isinf(now) and name in ("pg", "cispo", "topr", "mirror"):
+        assert not torch.isfinite(loss).all()
+        return
+    assert torch.isfinite(loss).all()
+    loss.sum().backward()
+    assert tokens.logprobs.grad is not None
+    assert torch.isfinite(tokens.logprobs.grad).all()
+
+
+@given(st.lists(st.tuples(*[st.floats(-5, 5)] * 3), min_size=1, max_size=6), st.sampled_from([None, 0.2]))
+def test_the_value_loss_equals_its_formula(rows, clip):
+    value, old, returns = (torch.tensor(c, dtype=torch.float64) for c in zip(*rows, strict=True))
+    got, _ = ValueLoss(AlgorithmConfig(value_clip=clip))(ValueTokens(value, old, returns))
+    for loss, (v, o, r) in zip(got.tolist(), rows, strict=True):
+        held = o + min(max(v - o, -clip), clip) if clip else v
+        assert loss == pytest.approx(max((v - r) ** 2, (held - r) ** 2) / 2)
+
+
+def test_the_imitation_term_acts_on_successes_only():
+    tokens = tokens_of([(-1.0, -1.0, 0.0, 0), (-2.0, -2.0, 0.0, 1)])
+    tokens.rewards = torch.tensor([1.0, 0.0])
+    loss, _ = PolicyLoss(AlgorithmConfig(sft=0.5))(tokens)
+    assert loss.tolist() == pytest.approx([0.5, 0.0])
+    assert not PolicyLoss(AlgorithmConfig(sft=0.5)).skips_zero_advantage
+
+
 def test_clipping_stops_the_gradient_and_cispo_does_not():
     rows = [(0.0, -2.0, 1.0, 0), (-4.0, -2.0, -1.0, 1)]  # far beyond the clip in the direction of the advantage
     for name, moves in (("ppo", False), ("cispo", True)):
@@ -180,7 +254,11 @@ def sample_batch(seed=0):
 
     batch = pack(random_groups(seed=seed))
     noise = torch.Generator().manual_seed(seed)
-    return batch.with_(behaviour=-torch.rand(len(batch.tokens), generator=noise) * 3 * batch.mask)
+    return batch.with_(
+        behaviour=-torch.rand(len(batch.tokens), generator=noise) * 3 * batch.mask,
+        values=torch.rand(len(batch.tokens), generator=noise) * batch.mask,
+        greedy=torch.full((batch.num_samples,), 0.5),
+    )
 
 
 @pytest.mark.parametrize("name", sorted(AGGREGATIONS))
@@ -230,12 +308,117 @@ def test_skipping_zero_advantage_is_exact_for_every_recipe(recipe):
     assert relative(gradient(batch, algorithm.loss, algorithm.aggregate), full) < 1e-10
 
 
+def written(*samples):
+    """A batch of one-trace samples (group, reward, policy tokens), a prompt token before each."""
+    prompt = [Prompt(str(g), f"d{g % 2}", "", (1,)) for g in range(9)]
+    groups = []
+    for index in sorted({g for g, _, _ in samples}):
+        own = [(r, t) for g, r, t in samples if g == index]
+        members = [
+            Sample(prompt[index], index, i, traces=[make_trace([(Owner.POLICY, tokens)])], reward=r)
+            for i, (r, tokens) in enumerate(own)
+        ]
+        groups.append(Group(prompt[index], index, members))
+    return pack(groups)
+
+
 def test_shaping():
-    algorithm = Algorithm(
-        AlgorithmConfig(reward_clip=2.0, reward_scale=0.5, overlong_buffer=0.4), single_update=True, longest=10
-    )
-    shaped = algorithm.shape(torch.tensor([5.0, -5.0, 1.0, 1.0]), torch.tensor([1, 6, 8, 10]))
-    assert shaped.tolist() == pytest.approx([1.0, -1.0, 0.5 - 0.5, 0.5 - 1.0])
+    batch = written((0, 5.0, [3]), (0, -5.0, [3] * 6), (1, 1.0, [3] * 8), (1, 1.0, [3] * 10))
+    config = AlgorithmConfig(reward_clip=2.0, reward_scale=0.5, overlong_buffer=0.4)
+    assert shape(batch, config, 10).tolist() == pytest.approx([1.0, -1.0, 0.5 - 0.5, 0.5 - 1.0])
+    assert shape(batch, AlgorithmConfig(length_penalty=2.0), 10).tolist() == pytest.approx([4.8, -6.2, -0.6, -1.0])
+    cut = batch.with_(truncated=torch.tensor([True, False, False, True]))
+    assert shape(cut, AlgorithmConfig(truncated_penalty=0.3), 10).tolist() == pytest.approx([4.7, -5.0, 1.0, 0.7])
+
+
+def test_repetition():
+    batch = written((0, 0.0, [3, 4, 3, 4, 3]), (0, 0.0, [3, 4, 5]), (1, 0.0, [7]))
+    assert repetition(batch, 2).tolist() == pytest.approx([2 / 4, 0.0, 0.0])
+    config = AlgorithmConfig(repetition_penalty=3.0, repetition_ngram=2)
+    assert shape(batch, config, 10).tolist() == pytest.approx([-1.5, 0.0, 0.0])
+
+
+STATISTICS = ["none", "group", "batch", "domain", "running"]
+scored = st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3, width=32)), min_size=1, max_size=12)
+
+
+@given(st.sampled_from(STATISTICS), st.sampled_from(STATISTICS), st.lists(scored, min_size=1, max_size=3))
+def test_normalisation_equals_its_formula(centre, scale, batches):
+    normalise = Normaliser(AlgorithmConfig(advantage="reinforce", reward_mean=centre, reward_std=scale))
+    past = []
+    for rows in batches:
+        rows = sorted(rows, key=lambda r: r[0])
+        batch = written(*[(g, r, [3]) for g, r in rows])
+        past += [r for _, r in rows]
+
+        def peers(kind, group, rows=rows, past=past):
+            return {
+                "group": [r for g, r in rows if g == group],
+                "batch": [r for _, r in rows],
+                "domain": [r for g, r in rows if g % 2 == group % 2],
+                "running": past,
+            }[kind]
+
+        got = normalise(batch.rewards.double(), batch).tolist()
+        for value, (g, r) in zip(got, rows, strict=True):
+            want = r - mean(peers(centre, g)) if centre != "none" else r
+            spread = deviation(peers(scale, g)) if scale != "none" else 0.0
+            if not 1e-7 < spread < 1e-5:
+                assert value == pytest.approx(want / spread if spread > 1e-6 else want, rel=1e-4, abs=1e-4)
+
+
+def test_running_statistics_and_the_adaptive_coefficient_survive_a_resume():
+    config = AlgorithmConfig(advantage="reinforce", reward_mean="running", reward_std="running", kl_reward=0.1, kl_target=1.0)
+    batches = [sample_batch(seed).with_(reference=torch.full((len(sample_batch(seed).tokens),), -2.0)) for seed in range(3)]
+    whole, first, second = (Algorithm(config, single_update=True) for _ in range(3))
+    expected = [whole.advantages(b).advantages for b in batches][-1]
+    for b in batches[:2]:
+        first.advantages(b)
+    second.restore(json.loads(json.dumps(first.state())))
+    got = second.advantages(batches[2]).advantages
+    assert torch.equal(got, expected)
+    assert whole.penalty.coefficient != 0.1
+    assert not torch.equal(Algorithm(config, single_update=True).advantages(batches[2]).advantages, expected)
+
+
+@pytest.mark.parametrize("advantage", ["reinforce", "dr_grpo"])
+def test_kl_in_the_reward(advantage):
+    """Each token pays for itself; an estimator per sample sees the sum, one per token what is still to come."""
+    batch = written((0, 1.0, [3, 4]), (0, 0.0, [5]))
+    batch = batch.with_(reference=torch.where(batch.mask, -1.0, 0.0), behaviour=torch.tensor([0, -0.5, -2.0, 0, -1.0]))
+    done = Algorithm(AlgorithmConfig(advantage=advantage, kl_reward=0.1), single_update=True).advantages(batch)
+    costs = [0.05, -0.1, 0.0]  # 0.1 × (log-prob − reference log-prob)
+    if advantage == "reinforce":
+        want = [1 - costs[0] - costs[1], 1 - costs[1], 0.0]
+    else:
+        own = 1 - costs[0] - costs[1]
+        want = [own / 2, own / 2, -own / 2]
+    assert done.advantages[done.mask].tolist() == pytest.approx(want)
+
+
+def test_the_adaptive_coefficient_moves_towards_its_target():
+    penalty = KLPenalty(AlgorithmConfig(kl_reward=0.1, kl_target=1.0, kl_horizon=10))
+    penalty(torch.tensor([5.0]), torch.tensor([0]), 1)
+    assert penalty.coefficient == pytest.approx(0.1 * (1 + 0.2 / 10))
+    penalty(torch.tensor([0.95]), torch.tensor([0]), 1)
+    assert penalty.coefficient == pytest.approx(0.1 * 1.02 * (1 - 0.05 / 10))
+
+
+def test_masks_of_difficulty_and_zero_advantage():
+    batch = written((0, 1.0, [3]), (0, 1.0, [4]), (1, 1.0, [5]), (1, 0.0, [6]), (2, 0.0, [7]), (2, 0.0, [8]))
+    for config in (AlgorithmConfig(difficulty_band=(0.2, 0.8)), AlgorithmConfig(drop_zero_advantage=True)):
+        done = Algorithm(config, single_update=True).advantages(batch)
+        assert done.tokens[done.mask].tolist() == [5, 6]
+        assert float(Algorithm(config, single_update=True).aggregate(done).sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_a_batch_without_a_trained_token(recipe):
+    batch = sample_batch()
+    algorithm = Algorithm(AlgorithmConfig.model_validate(recipe), single_update=True)
+    done = algorithm.advantages(batch.with_(mask=torch.zeros_like(batch.mask)))
+    assert not done.advantages.any()
+    assert not algorithm.aggregate(done).any()
 
 
 @given(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), min_size=1, max_size=20))
@@ -295,6 +478,13 @@ def test_recipes_by_name(small):
     [
         ({"algorithm": "rloo", "rollout": {"max_staleness": 1}}, "has no ratio that would notice; set algorithm.correction"),
         ({"algorithm": "rloo", "rollout": {"samples": 1}}, "compares the samples of a group"),
+        ({"algorithm": "lite_ppo", "rollout": {"samples": 1}}, "compare the samples of a group"),
+        ({"algorithm": "rloo", "optim": {"epochs": 2}}, "has no ratio that would notice; set another loss"),
+        ({"algorithm": {"recipe": "remax", "reward_std": "batch"}}, "takes the greedy answer's reward for its baseline"),
+        ({"algorithm": {"kl_target": 1.0}}, "adapts algorithm.kl_reward, which is 0"),
+        ({"algorithm": {"critic_first": 3}}, "needs a critic, but algorithm.advantage: grpo has none"),
+        ({"algorithm": {"advantage": "pass_at_k", "pass_k": 9}}, "cannot be drawn from rollout.samples: 4"),
+        ({"algorithm": {"difficulty_band": [0.8, 0.2]}}, "needs low < high"),
         ({"rollout": {"partial": True}}, "needs rollout.max_staleness of at least 1, got 0"),
         ({"rollout": {"oversample": 0.5}}, "greater than or equal to 1, got 0.5"),
         ({"rollout": {"max_staleness": -1}}, "greater than or equal to 0, got -1"),

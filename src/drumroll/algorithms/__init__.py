@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drumroll.algorithms.advantages import ESTIMATORS, Scores
-from drumroll.algorithms.aggregations import AGGREGATIONS
-from drumroll.algorithms.losses import LOSSES, PolicyLoss
-from drumroll.algorithms.statistics import whiten
+from drumroll.algorithms.aggregations import Shares
+from drumroll.algorithms.losses import LOSSES, PolicyLoss, ValueLoss, kl_divergence
+from drumroll.algorithms.shaping import KLPenalty, Normaliser, shape, shape_alone
+from drumroll.algorithms.statistics import means_of, sums_by, whiten
 from drumroll.batch import Batch
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.errors import AlgorithmError
 
-
-@dataclass(frozen=True)
-class Needs:
-    """The passes an algorithm asks for besides the update itself."""
-
-    old_logprobs: bool
-    reference: bool
+OLD, REFERENCE, VALUES, GREEDY = "old log-probs", "reference", "values", "greedy"
 
 
 class Algorithm:
     """The parts that a config names, ready to use.
 
+    `needs` names the passes and samples asked for besides the update itself, each with the reason: only these are run.
     With one optimizer step per batch the policy before the update is the policy in it, so its log-probs need no pass of
     their own. Samples of older weights are met by a correction, or by taking the sampling policy for the old one.
     """
@@ -34,58 +31,117 @@ class Algorithm:
     def __init__(self, config: AlgorithmConfig, *, single_update: bool, longest: int = 1, stale: bool = False) -> None:
         self.config = config
         self.longest = longest
-        self.estimate = ESTIMATORS.get(config.advantage)
         self.loss = PolicyLoss(config)
+        self.value_loss = ValueLoss(config)
+        self.aggregate = Shares(config.aggregation, longest)
+        self.value_aggregate = Shares("token_mean", longest)
+        self.normalise = Normaliser(config)
+        self.penalty = KLPenalty(config)
+        self.metrics: dict[str, float] = {}
+        self._estimate = ESTIMATORS.get(config.advantage)
+        self._traits = ESTIMATORS.traits(config.advantage)
         LOSSES.get(config.loss)
         self.old_is_behaviour = stale and config.correction == "none"
-        self.needs = Needs(old_logprobs=not single_update and not self.old_is_behaviour, reference=config.kl > 0)
+        self.needs = self._needs(single_update)
+
+    def _needs(self, single_update: bool) -> dict[str, str]:
+        config, needs = self.config, {}
+        if not single_update and not self.old_is_behaviour:
+            needs[OLD] = "several minibatches or epochs move the policy away from the one before the update"
+        if config.needs_reference():
+            terms = [name for name in ("kl", "kl_reward") if getattr(config, name)]
+            needs[REFERENCE] = f"algorithm.{' and algorithm.'.join(terms)} compare with the reference policy"
+        for what in self._traits.get("needs", ()):
+            why = "the critic's expectations" if what == VALUES else "the reward of a greedy answer to each prompt"
+            needs[what] = f"algorithm.advantage: {config.advantage} compares with {why}"
+        return needs
 
     def advantages(self, batch: Batch) -> Batch:
-        """Give every trained token its sample's advantage, and every sample its weight."""
+        """Give every trained token its advantage (and the critic its target), and every sample its weight."""
         config = self.config
-        mask = batch.mask & ~batch.truncated[batch.sample_of_token()] if config.drop_truncated else batch.mask
-        batch = batch.with_(mask=mask, old=batch.behaviour if self.old_is_behaviour else batch.old)
-        lengths = batch.policy_lengths()
-        shaped = self.shape(batch.rewards.to(torch.float64), lengths)
-        per_sample = self.estimate(Scores(shaped, batch.group_of, lengths, config))
-        _check(per_sample, shaped, config.advantage, batch)
-        if config.scale == "batch":
-            deviation = per_sample.std(correction=0)
-            per_sample = per_sample / deviation if deviation > 1e-8 else torch.zeros_like(per_sample)
-        tokens = per_sample[batch.sample_of_token()].float() * mask
+        batch = batch.with_(mask=self._mask(batch), old=batch.behaviour if self.old_is_behaviour else batch.old)
+        mask = batch.mask
+        scores = self._scores(batch)
+        estimate = self._estimate(scores)
+        self._check(estimate, scores, batch)
+        tokens = torch.zeros(len(mask), dtype=torch.float64)
+        tokens[mask] = estimate if self._traits.get("per_token") else estimate[batch.sample_of_token()[mask]]
+        returns: Tensor | None = None
+        if scores.values is not None:
+            returns = torch.zeros(len(mask))
+            returns[mask] = (tokens[mask] + scores.values).float()
+            if mask.any():
+                error, spread = (v.var(correction=0) for v in (returns[mask] - scores.values, returns[mask]))
+                self.metrics["critic/explained"] = float(1 - error / spread.clamp_min(1e-12))
         if config.whiten:
             tokens = whiten(tokens, mask)
         if config.advantage_clip is not None:
             tokens = tokens.clamp(-config.advantage_clip, config.advantage_clip)
+        if config.drop_zero_advantage:
+            batch = batch.with_(mask=mask & (self._moved(tokens, batch) > 0)[batch.sample_of_token()])
         weights = torch.tensor([config.domain_weights.get(d, 1.0) for d in batch.domains])
-        return batch.with_(advantages=tokens, sample_weights=weights)
+        return batch.with_(advantages=tokens.float(), returns=returns, sample_weights=weights)
 
-    def shape(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Rewards as the estimator sees them: clipped, scaled, less a soft penalty for nearly running out of tokens."""
-        config = self.config
-        if config.reward_clip is not None:
-            rewards = rewards.clamp(-config.reward_clip, config.reward_clip)
-        rewards = rewards * config.reward_scale
-        if config.overlong_buffer:
-            buffer = config.overlong_buffer * self.longest
-            rewards = rewards - ((lengths - (self.longest - buffer)) / buffer).clamp(0, 1)
-        return rewards
+    def _mask(self, batch: Batch) -> Tensor:
+        """[tokens] which policy tokens are trained: not those of truncated samples or of groups too easy or too hard."""
+        config, keep = self.config, torch.ones(batch.num_samples, dtype=torch.bool)
+        if config.drop_truncated:
+            keep &= ~batch.truncated
+        if config.difficulty_band is not None:
+            low, high = config.difficulty_band
+            mean = means_of(batch.rewards, batch.group_of)
+            keep &= (mean >= low) & (mean <= high)
+        return batch.mask & keep[batch.sample_of_token()]
 
-    def aggregate(self, batch: Batch) -> Tensor:
-        """The share of every token in the loss."""
-        shares = AGGREGATIONS[self.config.aggregation](batch, self.longest)
-        return shares if batch.sample_weights is None else shares * batch.sample_weights[batch.sample_of_token()]
+    def _scores(self, batch: Batch) -> Scores:
+        """Shaped rewards per sample, and per token where the outcome stands at the last token of each trace."""
+        mask, sample_of, trace_of = batch.mask, batch.sample_of_token()[batch.mask], batch.trace_of_token()[batch.mask]
+        rewards = self.normalise(shape(batch, self.config, self.longest), batch)
+        self.metrics = {}
+        token_rewards = torch.zeros(len(trace_of), dtype=torch.float64)
+        last = torch.ones_like(trace_of, dtype=torch.bool)
+        last[:-1] = trace_of[1:] != trace_of[:-1]
+        token_rewards[last] = rewards[sample_of[last]]
+        if self.config.kl_reward:
+            assert batch.reference is not None
+            policy = batch.behaviour if batch.old is None else batch.old
+            kl = kl_divergence(policy[mask].double(), batch.reference[mask].double(), self.config.kl_reward_estimator)
+            self.metrics["train/kl_coefficient"] = self.penalty.coefficient
+            cost = self.penalty(kl, sample_of, batch.num_samples)
+            self.metrics["train/kl_reward"] = self.penalty.last
+            token_rewards = token_rewards - cost
+            rewards = rewards - sums_by(cost, sample_of, batch.num_samples)
+        values = None if batch.values is None else batch.values[mask].double()
+        greedy = None if batch.greedy is None else shape_alone(batch.greedy, self.config)
+        return Scores(rewards, batch.group_of, batch.policy_lengths(), self.config, greedy, token_rewards, values, trace_of)
 
+    @staticmethod
+    def _moved(tokens: Tensor, batch: Batch) -> Tensor:
+        """[samples] how much advantage a sample has, either sign."""
+        return sums_by(tokens.abs(), batch.sample_of_token(), batch.num_samples)
 
-def _check(advantages: Tensor, rewards: Tensor, name: str, batch: Batch) -> None:
-    """No NaN escapes: name the function and the sample."""
-    if advantages.shape != rewards.shape:
-        raise AlgorithmError(
-            f"algorithm.advantage '{name}' must return one advantage per sample, got shape {tuple(advantages.shape)}."
-        )
-    bad = (~torch.isfinite(advantages)).nonzero()[:, 0].tolist()
-    if bad:
-        raise AlgorithmError(
-            f"algorithm.advantage '{name}' gave {advantages[bad[0]].item()} for sample {bad[0]} of the batch "
-            f"(group {int(batch.group_of[bad[0]])}, domain '{batch.domains[bad[0]]}', reward {rewards[bad[0]].item():g})."
-        )
+    def _check(self, estimate: Tensor, scores: Scores, batch: Batch) -> None:
+        """No NaN escapes: name the function and the sample."""
+        name, per_token = self.config.advantage, self._traits.get("per_token")
+        wanted = int(batch.mask.sum()) if per_token else batch.num_samples
+        if estimate.shape != (wanted,):
+            unit = "trained token" if per_token else "sample"
+            raise AlgorithmError(
+                f"algorithm.advantage '{name}' must return one advantage per {unit}, got shape {tuple(estimate.shape)} for {wanted}."
+            )
+        bad = (~torch.isfinite(estimate)).nonzero()[:, 0].tolist()
+        if bad:
+            sample = int(batch.sample_of_token()[batch.mask][bad[0]]) if per_token else bad[0]
+            raise AlgorithmError(
+                f"algorithm.advantage '{name}' gave {estimate[bad[0]].item()} for sample {sample} of the batch "
+                f"(group {int(batch.group_of[sample])}, domain '{batch.domains[sample]}', reward {scores.rewards[sample].item():g})."
+            )
+
+    def state(self) -> dict[str, Any]:
+        """What the parts remember from step to step."""
+        return {"normalise": self.normalise.state(), "penalty": self.penalty.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.normalise.restore(state["normalise"])
+        self.penalty.restore(state["penalty"])

@@ -6,6 +6,7 @@ The learner sums share × loss, so the result cannot depend on how a batch is sp
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -36,8 +37,8 @@ def sequence_sum(batch: Batch, longest: int = 1) -> Tensor:
 
 
 def fixed_length(batch: Batch, longest: int = 1) -> Tensor:
-    """Sums over samples, divided by samples × the longest completion allowed: no length is favoured (Dr.GRPO)."""
-    return batch.mask.float() / _samples(batch) / longest
+    """Sums over samples, divided by all samples × the longest completion allowed: no length is favoured (Dr.GRPO)."""
+    return batch.mask.float() / max(1, len(batch.sample_of.unique())) / longest
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
@@ -46,3 +47,15 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_sum": sequence_sum,
     "fixed_length": fixed_length,
 }
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The share of every token in the loss, by an aggregation's name and the samples' weights; plain data that can travel."""
+
+    aggregation: str
+    longest: int = 1
+
+    def __call__(self, batch: Batch) -> Tensor:
+        shares = AGGREGATIONS[self.aggregation](batch, self.longest)
+        return shares if batch.sample_weights is None else shares * batch.sample_weights[batch.sample_of_token()]

@@ -9,15 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drumroll.algorithms.statistics import means_of, sums_by
+from drumroll.algorithms.statistics import LOG_LIMIT, log_ratio, means_of, sums_by
 from drumroll.config.algorithm import AlgorithmConfig
-
-LOG_LIMIT = 20.0
 
 
 def behaviour_weights(old: Tensor, behaviour: Tensor, sequence: Tensor, config: AlgorithmConfig) -> Tensor:
     """[tokens] how much each token counts."""
-    gap = (old - behaviour).detach().clamp(-LOG_LIMIT, LOG_LIMIT)
+    gap = log_ratio(old, behaviour).detach()
     low, high = config.correction_low, config.correction_high
     match config.correction:
         case "truncate":

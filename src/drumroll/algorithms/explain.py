@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from drumroll.algorithms import Algorithm
+from drumroll.algorithms import GREEDY, OLD, REFERENCE, VALUES, Algorithm
 from drumroll.algorithms.advantages import ESTIMATORS
 from drumroll.algorithms.aggregations import AGGREGATIONS
 from drumroll.algorithms.losses import LOSSES
-from drumroll.config.algorithm import RECIPES, AlgorithmConfig
+from drumroll.config.algorithm import RECIPES, WITH_CRITIC, WITH_GREEDY, AlgorithmConfig
 from drumroll.errors import ConfigError, did_you_mean
 
 
@@ -33,10 +33,16 @@ def explain_recipe(name: str) -> str:
     lines = [f"{name}", *(f"  {kind:<12} {chosen:<16} {text}" for kind, (chosen, text) in parts.items())]
     others = {k: v for k, v in RECIPES[name].items() if k not in parts}
     lines += [f"  {key:<12} {value}" for key, value in others.items()]
-    needs = Algorithm(config, single_update=False).needs
-    lines.append("  passes besides the update:")
-    lines.append(
-        "    old log-probs: only with several minibatches or epochs; with one update the policy before it is the policy in it"
-    )
-    lines.append(f"    reference:     {'yes, for the KL term' if needs.reference else 'no, unless algorithm.kl is above 0'}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "  passes and samples besides the update:", *_needs(config)])
+
+
+def _needs(config: AlgorithmConfig) -> list[str]:
+    """What is run and why, and what would be run under which setting."""
+    needs = Algorithm(config, single_update=True).needs
+    unneeded = {
+        OLD: "with one update the policy before it is the policy in it; run with optim.minibatch or optim.epochs above 1",
+        REFERENCE: "no term compares with it; run with algorithm.kl or algorithm.kl_reward above 0",
+        VALUES: f"only for algorithm.advantage: {', '.join(sorted(WITH_CRITIC))}",
+        GREEDY: f"only for algorithm.advantage: {', '.join(sorted(WITH_GREEDY))}",
+    }
+    return [f"    {what:<14} {'yes' if what in needs else 'no':<4} {needs.get(what, why)}" for what, why in unneeded.items()]

@@ -1,9 +1,18 @@
-"""Sums and means over groups, sequences and masks; all shapes flat, nothing padded."""
+"""Sums, means and ratios over groups, sequences and masks; all shapes flat, nothing padded."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+LOG_LIMIT = 20.0
+"""Log-ratios are cut here: beyond it a ratio says only "far away", and its exponential would overflow."""
+
+
+def log_ratio(above: Tensor, below: Tensor, limit: float = LOG_LIMIT) -> Tensor:
+    """log(above / below), cut to ±limit; two impossible tokens (-inf both) are equally likely."""
+    gap = above - below
+    return torch.where(gap.isnan(), torch.zeros_like(gap), gap).clamp(-limit, limit)
 
 
 def sums_by(values: Tensor, index: Tensor, size: int) -> Tensor:

@@ -14,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
+from drumroll.errors import Interrupted
+
 W = TypeVar("W")
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Role(StrEnum):
@@ -26,6 +28,10 @@ class Role(StrEnum):
     ACTOR = "actor"
     ROLLOUT = "rollout"
     REFERENCE = "reference"
+    CRITIC = "critic"
+    JUDGE = "judge"
+    DESK = "desk"
+    REWARD = "reward"
 
 
 class WorkerGroup(ABC, Generic[W]):
@@ -54,15 +60,37 @@ class WorkerGroup(ABC, Generic[W]):
         return await self._send(rank, method.__name__, args, kwargs)
 
     async def broadcast(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Run a method on all workers with the same arguments."""
-        return list(await asyncio.gather(*(self._send(rank, method.__name__, args, kwargs) for rank in range(self.size))))
+        """Run a method on all workers with the same arguments; results in rank order."""
+        return await _together(*(self._send(rank, method.__name__, args, kwargs) for rank in range(self.size)))
 
-    async def scatter(self, method: Callable[[W, S], R], shards: Sequence[S]) -> list[R]:
-        """Run a method on each worker with its own shard; results in rank order."""
-        assert len(shards) == self.size, f"{self.role} has {self.size} workers, got {len(shards)} shards"
-        return list(
-            await asyncio.gather(*(self._send(rank, method.__name__, [shard], {}) for rank, shard in enumerate(shards)))
-        )
+    async def keep(self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a method and leave its result where it is; what is returned stands for it in other calls."""
+        return await self._send(rank, method.__name__, args, kwargs)
+
+    async def scatter(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Run a method of data-parallel workers, each on its share of what the arguments stand for; results stay there.
+
+        A worker cuts its own share (`Batch.shares`, balanced by tokens), so a batch moves once to a host, not through here.
+        """
+        return await _together(*(self.keep(rank, method, *args, **kwargs) for rank in range(self.size)))
+
+    def put(self, value: T) -> T:
+        """What stands for a large value in calls to this group."""
+        return value
+
+    def post(self, rank: int, method: Callable[Concatenate[W, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run a method without waiting; a worker that is gone is found out by whoever waits for it."""
+        task = asyncio.ensure_future(self._send(rank, method.__name__, args, kwargs))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+async def _together(*calls: Coroutine[Any, Any, R]) -> list[R]:
+    """All results; of several failures the one that tells most (ranks that stopped because another did say less)."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    failures = [r for r in results if isinstance(r, BaseException)]
+    if failures:
+        raise next((f for f in failures if not isinstance(f, Interrupted)), failures[0])
+    return [r for r in results if not isinstance(r, BaseException)]
 
 
 class LocalGroup(WorkerGroup[W]):

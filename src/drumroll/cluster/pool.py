@@ -11,10 +11,12 @@ import os
 import pickle
 import signal
 import sys
+import time
 from contextlib import suppress
 from typing import Any
 
 HEADER = 8
+IDLE_SECONDS = 60.0
 
 
 class WorkerDied(RuntimeError):
@@ -30,26 +32,33 @@ class RemoteError(Exception):
 
 
 class KillablePool:
-    """Runs `module:function` calls in up to `size` processes, each call with a deadline of its own."""
+    """Runs `module:function` calls in up to `size` processes, each call with a deadline of its own.
 
-    def __init__(self, size: int) -> None:
+    It scales by load: a process is started when all others are busy, and ended when it has had nothing to do for a while.
+    """
+
+    def __init__(self, size: int, search: list[str] | None = None) -> None:
         self.size = size
         self.restarts = 0
-        self._idle: list[asyncio.subprocess.Process] = []
+        self._search = search
+        self._idle: list[tuple[float, asyncio.subprocess.Process]] = []  # the longest idle first
         self._reaping: list[asyncio.Task[None]] = []
         self._places = asyncio.Semaphore(size)
 
     async def call(self, path: str, arguments: dict[str, Any], seconds: float) -> Any:
         """The function's result. `TimeoutError` past the deadline, which counts from when a worker is free."""
         async with self._places:
-            worker = self._idle.pop() if self._idle else await self._start()
+            worker = self._idle.pop()[1] if self._idle else await self._start()
             try:
                 async with asyncio.timeout(seconds):
                     ok, value = await self._exchange(worker, (path, arguments))
             except BaseException:
                 self._kill(worker)
                 raise
-            self._idle.append(worker)
+            now = time.monotonic()
+            self._idle.append((now, worker))
+            while self._idle[0][0] < now - IDLE_SECONDS:
+                self._reaping.append(asyncio.create_task(_end(self._idle.pop(0)[1])))
         if not ok:
             raise RemoteError(*value)
         return value
@@ -59,7 +68,7 @@ class KillablePool:
             *(sys.executable, "-m", "drumroll.cluster.pool"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
         assert worker.stdin is not None
-        _write(worker.stdin, sys.path)
+        _write(worker.stdin, self._search or sys.path)
         return worker
 
     async def _exchange(self, worker: asyncio.subprocess.Process, job: Any) -> tuple[bool, Any]:
@@ -81,7 +90,7 @@ class KillablePool:
 
     async def close(self) -> None:
         """End all processes."""
-        await asyncio.gather(*self._reaping, *(_end(worker) for worker in self._idle), return_exceptions=True)
+        await asyncio.gather(*self._reaping, *(_end(worker) for _, worker in self._idle), return_exceptions=True)
         self._reaping.clear()
         self._idle.clear()
 

@@ -1,64 +1,97 @@
-"""The roles of a run on the `local` runtime: who shares which weights.
-
-At staleness 0 in one process the engines generate with the learner's own working weights, so publishing a version
-moves nothing. Above 0 each engine has a working copy of its own, switched between two tokens when a version is published.
-"""
+"""The worker groups of a run, and what the loop asks of all of them at once. One file per runtime beside this one."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import os
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 
-from drumroll.cluster.group import LocalGroup, Role, WorkerGroup
+from drumroll.algorithms import Algorithm
+from drumroll.cluster.desk import Desk
+from drumroll.cluster.group import WorkerGroup
 from drumroll.config import AnyConfig, RLConfig
-from drumroll.engines import Completion, Engine, EngineLost, Request
-from drumroll.engines.native import NativeEngine
+from drumroll.engines import Engine
 from drumroll.learners import Learner
-from drumroll.learners.torch import TorchLearner
-from drumroll.models import attention
-from drumroll.models.loading import LoadedModel, load
+from drumroll.rewards import Pool
 from drumroll.rollout.router import Router
 from drumroll.sample import Version
 
 
-@dataclass
-class Workers:
-    """The worker groups of a run, the queue in front of its engines, and the tokenizer."""
+class Workers(ABC):
+    """All roles of a run, the queues in front of its engines, and the tokenizer."""
 
     actor: WorkerGroup[Learner]
     rollout: WorkerGroup[Engine]
-    reference: WorkerGroup[Learner] | None
-    tokenizer: Any
+    desk: WorkerGroup[Desk]
+    reference: WorkerGroup[Learner] | None = None
+    critic: WorkerGroup[Learner] | None = None
     router: Router
-    interrupt: Callable[[], None]
-    shared: bool
-    recompute: bool = False
-    closing: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
+    judge: Router | None = None
+    judge_tokenizer: Any = None
+    needs: Mapping[str, str]
+    tokenizer: Any
 
+    def __init__(self) -> None:
+        self.notify: Callable[[str], None] = lambda text: None  # what a person should know
+        self.closing: list[Callable[[], Coroutine[Any, Any, None]]] = []
+
+    def learners(self) -> dict[str, WorkerGroup[Learner]]:
+        """The roles that are trained, by the name of their part of a checkpoint."""
+        return {"": self.actor} if self.critic is None else {"": self.actor, "critic": self.critic}
+
+    @abstractmethod
     async def publish(self, version: Version) -> None:
         """Make the actor's weights those that the engines generate with, under a new version."""
-        if self.shared:
-            await self.rollout.broadcast(Engine.set_version, version)
-            return
-        weights = await self.actor.call(0, Learner.weights)
-        for rank in range(self.rollout.size):
-            with suppress(EngineLost):  # the router learns of it with the next request
-                await self.rollout.call(rank, Engine.load, version, weights, recompute=self.recompute)
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """End running updates before their next micro-batch; callable from any thread."""
+
+    @abstractmethod
+    async def memory(self) -> dict[str, float]:
+        """The peak memory of each role's processes since the last call, in GB."""
+
+    @asynccontextmanager
+    async def training(self) -> AsyncGenerator[None]:
+        """Within the block, devices that training shares with generation belong to training."""
+        yield
+
+    @abstractmethod
+    def open_pool(self, size: int) -> Pool:
+        """Processes for functions that may hang or crash."""
 
     async def close(self) -> None:
         """Free all roles."""
         for close in self.closing:
             await close()
-        for group in (self.rollout, self.actor, self.reference):
-            if group is not None:
-                await group.close()
+
+
+async def open_workers(config: AnyConfig) -> Workers:
+    """Start all roles on the config's runtime."""
+    if config.cluster.runtime == "ray":
+        from drumroll.cluster.remote import open_remote
+
+        return await open_remote(config)
+    from drumroll.cluster.local import LocalWorkers
+
+    return LocalWorkers(config)
+
+
+def open_algorithm(config: AnyConfig) -> Algorithm:
+    """The algorithm's parts. One update per batch needs no log-probs of the policy before it."""
+    if not isinstance(config, RLConfig):
+        from drumroll.config.algorithm import AlgorithmConfig
+
+        return Algorithm(AlgorithmConfig(), single_update=True)
+    samples = config.rollout.prompts * config.rollout.samples
+    single = config.optim.epochs == 1 and (config.optim.minibatch or samples) >= samples
+    same = config.roles.rollout.backend == "native"
+    stale = config.rollout.max_staleness > 0
+    return Algorithm(config.algorithm, single_update=single and same, longest=config.rollout.max_tokens, stale=stale)
 
 
 def context_length(config: AnyConfig) -> int:
@@ -68,63 +101,8 @@ def context_length(config: AnyConfig) -> int:
     return config.data.max_prompt_tokens + max([own, *evaluations])
 
 
-def open_workers(config: AnyConfig) -> Workers:
-    """Load the models of all roles in this process."""
-    configure_torch(config)
-    actor = config.roles.actor
-    model = load(config.role_model("actor"), dtype=actor.dtype, device=actor.device, seed=config.seed)
-    learner = TorchLearner(model, config.optim, total_steps=config.steps)
-    shared = not isinstance(config, RLConfig) or config.rollout.max_staleness == 0
-    engines = [_engine(config, model if shared else _copy(model)) for _ in range(config.roles.rollout.workers)]
-    reference: LocalGroup[Learner] | None = None
-    if isinstance(config, RLConfig) and config.algorithm.kl > 0:
-        reference = LocalGroup(Role.REFERENCE, [_frozen(config)])
-    rollout: LocalGroup[Engine] = LocalGroup(Role.ROLLOUT, engines)
-    return Workers(
-        actor=LocalGroup(Role.ACTOR, [learner]),
-        rollout=rollout,
-        reference=reference,
-        tokenizer=model.tokenizer,
-        router=_router(config, rollout, engines),
-        interrupt=learner.interrupt,
-        shared=shared,
-        recompute=isinstance(config, RLConfig) and config.rollout.kv_at_switch == "recompute",
-    )
-
-
-def _router(config: AnyConfig, group: WorkerGroup[Engine], engines: Sequence[Engine]) -> Router:
-    """The engines behind one queue."""
-    router = Router(config.rollout.engine_timeout) if isinstance(config, RLConfig) else Router()
-    for rank, engine in enumerate(engines):
-
-        async def generate(request: Request, rank: int = rank) -> Completion:
-            return await group.call(rank, Engine.generate, request)
-
-        router.join(f"engine-{rank}", generate, engine.capacity(), engine.interrupt)
-    return router
-
-
-def _engine(config: AnyConfig, model: LoadedModel) -> NativeEngine:
-    return NativeEngine(
-        model, slots=config.roles.rollout.slots, context=context_length(config), fixed_shape=config.deterministic
-    )
-
-
-def _copy(model: LoadedModel) -> LoadedModel:
-    """A second working copy, for an engine that generates while the learner trains."""
-    module = copy.deepcopy(model.module)
-    module.set_attn_implementation(attention.NAME)
-    return dataclasses.replace(model, module=module.eval().requires_grad_(False))
-
-
-def _frozen(config: RLConfig) -> Learner:
-    role = config.roles.reference
-    model: LoadedModel = load(config.role_model("reference"), dtype=role.dtype, device=role.device, seed=config.seed)
-    return TorchLearner(model, config.optim, total_steps=config.steps)
-
-
-def configure_torch(config: AnyConfig) -> None:
+def configure_torch(config: AnyConfig, threads: int = 0) -> None:
     """Threads and determinism of this process."""
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    torch.set_num_threads(threads or config.threads or os.cpu_count() or 1)
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)

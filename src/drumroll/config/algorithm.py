@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,12 +10,14 @@ from drumroll.config.section import Section
 from drumroll.errors import did_you_mean
 
 RECIPES: dict[str, dict[str, Any]] = {
+    "ppo": {"advantage": "gae", "loss": "ppo", "whiten": True, "value_clip": 0.2, "aggregation": "token_mean"},
     "grpo": {"advantage": "grpo", "loss": "ppo", "aggregation": "token_mean"},
     "dr_grpo": {"advantage": "dr_grpo", "loss": "ppo", "aggregation": "fixed_length"},
     "rloo": {"advantage": "rloo", "loss": "pg", "aggregation": "sequence_sum"},
     "reinforce": {"advantage": "reinforce", "loss": "pg", "whiten": True, "advantage_clip": 2.0, "reward_clip": 10.0},
     "reinforce++": {"advantage": "reinforce", "loss": "ppo", "whiten": True},
     "reinforce++_baseline": {"advantage": "dr_grpo", "loss": "ppo", "whiten": True},
+    "remax": {"advantage": "remax", "loss": "pg", "aggregation": "sequence_sum"},
     "opo": {"advantage": "opo", "loss": "pg", "aggregation": "token_mean"},
     "dapo": {
         "advantage": "grpo",
@@ -29,17 +31,28 @@ RECIPES: dict[str, dict[str, Any]] = {
     "cispo": {"advantage": "grpo", "loss": "cispo", "clip_low": 1.0, "clip_high": 0.28, "aggregation": "token_mean"},
     "topr": {"advantage": "dr_grpo", "loss": "topr", "aggregation": "sequence_mean"},
     "raft++": {"advantage": "positive", "loss": "ppo", "aggregation": "token_mean"},
-    "lite_ppo": {"advantage": "dr_grpo", "scale": "batch", "loss": "ppo", "aggregation": "token_mean"},
-    "sapo": {"advantage": "grpo", "loss": "sapo", "aggregation": "token_mean"},
+    "lite_ppo": {
+        "advantage": "reinforce",
+        "reward_mean": "group",
+        "reward_std": "batch",
+        "loss": "ppo",
+        "aggregation": "token_mean",
+    },
+    "sapo": {"advantage": "grpo", "loss": "sapo", "aggregation": "sequence_mean"},
 }
 """A name stands for these choices; keys set beside it win."""
 
 GROUPED = frozenset({"grpo", "dr_grpo", "rloo", "opo", "pass_at_k"})
 """Estimators that compare the samples of a group, so that a group of one teaches nothing."""
+WITH_CRITIC = frozenset({"gae"})
+"""Estimators that need a critic."""
+WITH_GREEDY = frozenset({"remax"})
+"""Estimators that need a greedy sample of every prompt, which is not trained on."""
 WITHOUT_RATIO = frozenset({"pg"})
 """Losses that take the samples for the policy's own: stale ones would bias them unseen."""
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+Statistic = Literal["none", "group", "batch", "domain", "running"]
 Correction = Literal["none", "truncate", "truncate_sequence", "band", "geometric"]
 
 
@@ -49,11 +62,13 @@ class AlgorithmConfig(Section):
     recipe: str = "grpo"
     """A named choice of the parts below (`drumroll explain algorithm` lists them); keys set beside it win."""
     advantage: str = "grpo"
-    """Estimator by name (grpo, dr_grpo, rloo, opo, pass_at_k, reinforce, positive), or `module:function`."""
+    """Estimator by name (gae, grpo, dr_grpo, rloo, remax, opo, pass_at_k, reinforce, positive), or `module:function`."""
     pass_k: int = Field(2, ge=1)
-    """k of the pass_at_k estimator."""
-    scale: Literal["none", "batch"] = "none"
-    """Divide advantages by their standard deviation over the batch's samples."""
+    """pass_at_k: how many are drawn."""
+    discount: float = Field(1.0, ge=0, le=1)
+    """gae, reinforce: factor on what comes a token later."""
+    gae_decay: float = Field(0.95, ge=0, le=1)
+    """gae: weight of later surprises (λ); 1 trusts the rewards, 0 the critic."""
     whiten: bool = False
     """Shift and scale token advantages to mean 0 and deviation 1 over the batch."""
     advantage_clip: float | None = Field(None, gt=0)
@@ -62,10 +77,34 @@ class AlgorithmConfig(Section):
     """Largest reward, either sign, before anything else."""
     reward_scale: float = 1.0
     """Factor on rewards, after clipping."""
+    reward_mean: Statistic = "none"
+    """Subtract the mean reward of the group, the batch, the batch's samples of the domain, or of the run so far."""
+    reward_std: Statistic = "none"
+    """Divide rewards by their standard deviation over the same choices."""
+    length_penalty: float = Field(0.0, ge=0)
+    """Taken from the reward of a completion of `rollout.max_tokens`; a shorter one loses its share."""
     overlong_buffer: float = Field(0.0, ge=0, le=1)
     """Soft penalty: over the last share of `rollout.max_tokens` the reward falls by up to 1."""
+    truncated_penalty: float = Field(0.0, ge=0)
+    """Hard penalty: taken from the reward of samples that ran out of tokens."""
+    repetition_penalty: float = Field(0.0, ge=0)
+    """Taken from the reward, times the share of `repetition_ngram`-token pieces that were written before."""
+    repetition_ngram: int = Field(4, ge=1)
+    """Length of the pieces that are looked for."""
+    kl_reward: float = Field(0.0, ge=0)
+    """Take so much per nat of KL against the reference policy from each token's reward; above 0 it loads the reference role."""
+    kl_reward_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of that KL."""
+    kl_target: float | None = Field(None, gt=0)
+    """Adapt `kl_reward` so that a sample's KL stays near this many nats. Default: fixed."""
+    kl_horizon: int = Field(10_000, ge=1)
+    """Samples over which the adaptation acts."""
     drop_truncated: bool = False
     """Leave samples that ran out of tokens out of the loss."""
+    drop_zero_advantage: bool = False
+    """Leave samples without advantage out of the loss's mean, instead of counting them as zeros."""
+    difficulty_band: tuple[float, float] | None = None
+    """Leave groups whose mean reward lies outside [low, high] out of the loss."""
     loss: str = "ppo"
     """Loss by name (ppo, pg, gspo, cispo, topr, sapo, mirror), or `module:function`."""
     clip_low: float = Field(0.2, ge=0, le=1)
@@ -96,6 +135,12 @@ class AlgorithmConfig(Section):
     """Estimator of that KL."""
     entropy: float = 0.0
     """Weight of an entropy bonus."""
+    sft: float = Field(0.0, ge=0)
+    """Weight of an imitation term on samples with a reward above 0."""
+    value_clip: float | None = Field(None, gt=0)
+    """The critic's loss counts a value as if it had moved at most so far from the old one."""
+    critic_first: int = Field(0, ge=0)
+    """So many first steps train the critic only."""
 
     @model_validator(mode="before")
     @classmethod
@@ -110,3 +155,24 @@ class AlgorithmConfig(Section):
                 f"algorithm.recipe '{name}' is not known; choose one of {', '.join(RECIPES)}.{did_you_mean(name, RECIPES)}"
             )
         return {**RECIPES[name], **values}
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.kl_target is not None and not self.kl_reward:
+            raise ValueError("algorithm.kl_target adapts algorithm.kl_reward, which is 0; give it a start, for example 0.05")
+        if self.difficulty_band is not None and self.difficulty_band[0] >= self.difficulty_band[1]:
+            raise ValueError(f"algorithm.difficulty_band needs low < high, got {list(self.difficulty_band)}")
+        if self.advantage in WITH_GREEDY and (self.reward_mean, self.reward_std) != ("none", "none"):
+            raise ValueError(
+                f"algorithm.advantage: {self.advantage} takes the greedy answer's reward for its baseline, so algorithm.reward_mean and "
+                f"reward_std must be none, got {self.reward_mean} and {self.reward_std}"
+            )
+        if self.critic_first and self.advantage not in WITH_CRITIC:
+            raise ValueError(
+                f"algorithm.critic_first: {self.critic_first} needs a critic, but algorithm.advantage: {self.advantage} has none"
+            )
+        return self
+
+    def needs_reference(self) -> bool:
+        """Whether a term compares the policy with the reference."""
+        return self.kl > 0 or self.kl_reward > 0

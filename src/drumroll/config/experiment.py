@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, TypeAdapter, model_validator
 
 from drumroll.config.algorithm import GROUPED, WITHOUT_RATIO, AlgorithmConfig
+from drumroll.config.cluster import ClusterConfig
 from drumroll.config.data import DataConfig
 from drumroll.config.eval import EvalConfig
 from drumroll.config.optim import OptimConfig
@@ -28,6 +29,8 @@ class RunConfig(Section):
     """Model of all roles that name none: a built-in (tiny, tiny-random), a Hugging Face directory or hub id."""
     roles: RolesConfig = RolesConfig()
     """Each role with its own model, backend and device."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where the roles run."""
     data: DataConfig
     """Training rows."""
     reward: RewardSpec | dict[str, RewardSpec] = {}
@@ -62,6 +65,15 @@ class RunConfig(Section):
             )
         if mixture is not None and (min(mixture.values()) < 0 or sum(mixture.values()) <= 0):
             raise ValueError(f"data.mixture needs shares of at least 0 with a positive sum, got {mixture}")
+        if self.cluster.runtime == "local":
+            for role in ("actor", "rollout", "reference", "critic", "judge"):
+                if getattr(getattr(self.roles, role), "devices", None) is not None:
+                    raise ValueError(
+                        f"roles.{role}.devices maps a role to devices of a pool, which needs cluster.runtime: ray; on the local runtime "
+                        f"all roles share this process (roles.{role}.device says on what)"
+                    )
+            if self.roles.rollout.backend == "vllm":
+                raise ValueError("roles.rollout.backend: vllm runs in processes of its own, so it needs cluster.runtime: ray")
         best = self.eval.best_by
         if best is not None and best not in self.eval.sets:
             raise ValueError(f"eval.best_by is '{best}', but eval.sets has {sorted(self.eval.sets)}")
@@ -73,7 +85,7 @@ class RunConfig(Section):
             return {domain: normalise(spec) for domain, spec in self.reward.items()}
         return {ALL_DOMAINS: normalise(self.reward)}
 
-    def role_model(self, role: Literal["actor", "reference"]) -> str:
+    def role_model(self, role: Literal["actor", "reference", "critic"]) -> str:
         """The model a role plays with."""
         return getattr(self.roles, role).model or self.model
 
@@ -122,6 +134,18 @@ class RLConfig(RunConfig):
         if chosen.advantage in GROUPED and rollout.samples < 2:
             raise ValueError(
                 f"algorithm.advantage: {chosen.advantage} compares the samples of a group, so rollout.samples must be at least 2, got 1"
+            )
+        if "group" in (chosen.reward_mean, chosen.reward_std) and rollout.samples < 2:
+            raise ValueError(
+                f"algorithm.reward_mean: {chosen.reward_mean} and reward_std: {chosen.reward_std} compare the samples of a group, "
+                "so rollout.samples must be at least 2, got 1"
+            )
+        if chosen.advantage == "pass_at_k" and chosen.pass_k > rollout.samples:
+            raise ValueError(f"algorithm.pass_k: {chosen.pass_k} cannot be drawn from rollout.samples: {rollout.samples}")
+        if self.optim.epochs > 1 and chosen.loss in WITHOUT_RATIO:
+            raise ValueError(
+                f"optim.epochs: {self.optim.epochs} trains on samples again after the policy has moved, but algorithm.loss: {chosen.loss} "
+                "has no ratio that would notice; set another loss (for example ppo), or epochs 1"
             )
         if rollout.max_staleness > 0 and chosen.loss in WITHOUT_RATIO and chosen.correction == "none":
             raise ValueError(

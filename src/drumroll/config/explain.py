@@ -24,7 +24,7 @@ def explain(key: str, loaded: Loaded | None, pipeline: str = "rl") -> str:
         section = section_at(values, [*path, last])
         if section is None:
             known = [name for name, _ in all_keys(BY_PIPELINE[values["pipeline"]])]
-            ending = next((k for k in known if k.endswith(f".{key}")), None)
+            ending = min((k for k in known if k.endswith(f".{key}")), key=len, default=None)
             hint = f" Did you mean '{ending}'?" if ending else did_you_mean(key, known)
             raise ConfigError(f"there is no key '{key}'.{hint}")
         return _section(key, section)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
+from drumroll.config.optim import OptimConfig
 from drumroll.config.section import Section
 
 Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Dtype = Literal["float32", "bfloat16"]
+Devices = Annotated[int, Field(ge=1)] | str | None
+
+
+class LoraConfig(Section):
+    """Train low-rank adapters beside frozen weights (LoRA, 2106.09685); the reference is the model without them."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of the adapters."""
+    alpha: int = Field(32, ge=1)
+    """Their factor is alpha / rank."""
+    targets: str | list[str] = "all-linear"
+    """Names of the layers that get one, or `all-linear`."""
 
 
 class ActorRole(Section):
@@ -18,20 +31,49 @@ class ActorRole(Section):
     model: str | None = None
     """Model of this role: a built-in (tiny, tiny-random), a Hugging Face directory or hub id. Default: the top-level `model`."""
     backend: Literal["torch"] = "torch"
-    """What trains it. `torch`: one device, plain PyTorch."""
+    """What trains it. `torch`: plain PyTorch, data-parallel over its devices."""
+    devices: Devices = None
+    """Devices of the pool: a range (`0-11`, `"0-7,12-15"`), or a count. Default: all. Needs `cluster.runtime: ray`."""
     device: Device = "auto"
     """`auto` (CUDA if there is one, else CPU), `cpu`, `cuda` or `cuda:N`."""
     dtype: Dtype = "float32"
     """Type of the working weights. With bfloat16 the optimizer keeps float32 master weights beside them."""
+    lora: LoraConfig | None = None
+    """Train adapters only. Default: all weights."""
+    recompute_activations: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, a third more work."""
+
+
+class CriticRole(Section):
+    """What a state is worth: a model with a value head; loaded only when the algorithm needs it."""
+
+    model: str | None = None
+    """Model its body starts from. Default: the top-level `model`."""
+    devices: Devices = None
+    """A range, a count, or a role to share with. Default: the actor's."""
+    device: Device = "auto"
+    """As for the actor."""
+    dtype: Dtype = "float32"
+    """As for the actor."""
+    recompute_activations: bool = False
+    """As for the actor."""
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    """Its own optimizer: learning rate, warm-up, minibatches, epochs."""
 
 
 class RolloutRole(Section):
     """The policy generating samples."""
 
-    backend: Literal["native"] = "native"
-    """What generates. `native`: the embedded engine; in one process it shares the actor's weights, so nothing is copied."""
+    backend: Literal["native", "vllm"] = "native"
+    """What generates. `native`: the embedded engine; in one process it shares the actor's weights, so nothing is copied. `vllm`: vLLM, in processes of its own."""
+    devices: Devices = None
+    """A range, a count, or a role to share with; each replica is an engine. Default: the actor's."""
+    parallel: dict[Literal["tensor", "pipeline"], Annotated[int, Field(ge=1)]] = {}
+    """vllm: how many devices one engine takes, for example {tensor: 4}."""
+    options: dict[str, Any] = {}
+    """vllm: fields of its AsyncEngineArgs, for example {gpu_memory_utilization: 0.8, enable_expert_parallel: true}."""
     workers: int = Field(1, ge=1)
-    """How many engines."""
+    """How many engines on the `local` runtime; on `ray` the devices say it."""
     slots: int = Field(256, ge=1)
     """How many samples an engine generates at once; bounds the memory of its key-value cache."""
 
@@ -41,10 +83,31 @@ class ReferenceRole(Section):
 
     model: str | None = None
     """Model of this role. Default: the top-level `model`."""
+    devices: Devices = None
+    """A range, a count, or a role to share with. Default: the actor's."""
     device: Device = "auto"
     """As for the actor."""
     dtype: Dtype = "float32"
     """Type of its weights."""
+
+
+class JudgeRole(Section):
+    """A model that rewards may ask (the argument `judge` of a reward function); loaded when it is named."""
+
+    model: str
+    """Model of this role: a built-in, a Hugging Face directory or hub id."""
+    devices: Devices = None
+    """A range, a count, or a role to share with. Default: the actor's."""
+    device: Device = "auto"
+    """As for the actor."""
+    dtype: Dtype = "float32"
+    """Type of its weights."""
+    slots: int = Field(64, ge=1)
+    """How many questions it answers at once."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longest question."""
+    max_tokens: int = Field(16, ge=1)
+    """Longest answer."""
 
 
 class RolesConfig(Section):
@@ -56,3 +119,7 @@ class RolesConfig(Section):
     """The policy generating samples."""
     reference: ReferenceRole = ReferenceRole()
     """The frozen policy of a KL term."""
+    critic: CriticRole = CriticRole()
+    """The value model of GAE."""
+    judge: JudgeRole | None = None
+    """A model that rewards may ask."""

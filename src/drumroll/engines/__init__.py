@@ -78,6 +78,14 @@ class Engine(Protocol):
         """Switch to new weights between two tokens; running requests go on, their keys and values kept or recomputed."""
         ...
 
+    def sleep(self) -> None:
+        """Leave the device to others: free what can be made again. Nothing may be running."""
+        ...
+
+    def wake(self) -> None:
+        """Take the device again."""
+        ...
+
     def capacity(self) -> int:
         """How many requests it works on at once."""
         ...

@@ -55,7 +55,7 @@ class NativeEngine:
         self.fixed_shape = fixed_shape
         self.version: Version = 0
         self.device = next(model.module.parameters()).device
-        self._cache = self._new_cache()
+        self._kept: KVCache | None = self._new_cache()
         self._rows: list[_Row | None] = []
         self._waiting: deque[_Row] = deque()
         self._inbox: list[_Row] = []
@@ -91,7 +91,7 @@ class NativeEngine:
 
     def interrupt(self) -> None:
         with self._wake:
-            self._interrupted = True
+            self._interrupted = bool(self._inbox or self._waiting or self._live())
             self._wake.notify()
 
     def set_version(self, version: Version) -> None:
@@ -106,6 +106,12 @@ class NativeEngine:
             self._wake.notify()
         applied.wait()
 
+    def sleep(self) -> None:
+        self._kept = None
+
+    def wake(self) -> None:
+        self._kept = self._kept or self._new_cache()
+
     def capacity(self) -> int:
         return self.slots
 
@@ -116,6 +122,11 @@ class NativeEngine:
         self._thread.join(timeout=10)
 
     # --- the engine's own thread ---
+
+    @property
+    def _cache(self) -> KVCache:
+        assert self._kept is not None, "the engine sleeps"
+        return self._kept
 
     def _new_cache(self) -> KVCache:
         module = self.model.module

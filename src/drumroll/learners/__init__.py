@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from drumroll.algorithms.losses import Loss
+from drumroll.algorithms.losses import Loss, ValueLoss
 from drumroll.batch import Batch
 
 Metrics = dict[str, float]
@@ -21,16 +21,25 @@ class Update:
     """One call's work: the batch, the loss on its tokens, and the share of each token."""
 
     batch: Batch
-    loss: Loss
+    loss: Loss | ValueLoss
     aggregate: Aggregation
     temperature: float = 1.0
+    idle: bool = False  # count the update without training: the critic comes first
 
 
 class Learner(Protocol):
     """Owns the policy's weights and optimizer."""
 
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        """[tokens] log-prob of every trained token, 0 elsewhere."""
+        """[tokens] log-prob of every trained token, 0 elsewhere; of the rank's share only (`Batch.gather` joins them)."""
+        ...
+
+    def reference_logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        """The same of the weights before training: a frozen role's own, or a LoRA model's without its adapters."""
+        ...
+
+    def values(self, batch: Batch) -> Tensor:
+        """[tokens] the expected return before every trained token, 0 elsewhere; a critic's only."""
         ...
 
     def update(self, work: Update) -> Metrics:
@@ -38,7 +47,7 @@ class Learner(Protocol):
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """The working weights by name; not copies."""
+        """The working weights that are trained, by name; not copies."""
         ...
 
     def interrupt(self) -> None:
@@ -59,4 +68,12 @@ class Learner(Protocol):
 
     def export(self, folder: Path) -> None:
         """Write a plain Hugging Face model directory."""
+        ...
+
+    def offload(self) -> None:
+        """Leave the device to others: everything moves to the host's memory. On a CPU nothing moves."""
+        ...
+
+    def reload(self) -> None:
+        """Take the device again."""
         ...

@@ -1,4 +1,4 @@
-"""The plain PyTorch learner: one device, CPU or CUDA by the same code.
+"""The plain PyTorch learner: a device a rank, CPU or CUDA by the same code; ranks are data-parallel.
 
 It does only needed work: packed tokens without padding, logits only where a token is trained, micro-batches by a
 token budget. The result does not depend on how a batch is cut, because every token carries its share of the loss.
@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drumroll.algorithms.losses import Tokens
+from drumroll.algorithms.losses import Tokens, ValueLoss
 from drumroll.batch import Batch
 from drumroll.config.optim import OptimConfig
 from drumroll.errors import AlgorithmError, Interrupted, StoreError
 from drumroll.learners import Metrics, Update
+from drumroll.learners.ranks import ALONE, Ranks
+from drumroll.learners.totals import Totals
+from drumroll.models.adapters import save_model, without_adapters
 from drumroll.models.attention import Packed
 from drumroll.models.loading import LoadedModel
 
@@ -30,16 +33,25 @@ MOMENTS = "optimizer.safetensors"
 
 
 class TorchLearner:
-    """Implements `Learner`. Working weights may be bfloat16; the optimizer always works in float32."""
+    """Implements `Learner`. Working weights may be bfloat16; the optimizer always works in float32.
 
-    def __init__(self, model: LoadedModel, config: OptimConfig, *, total_steps: int) -> None:
+    Without `config` it is frozen: it has no optimizer and only computes log-probs.
+    """
+
+    area = "train"  # of its metrics
+
+    def __init__(self, model: LoadedModel, config: OptimConfig | None, *, total_steps: int = 1, ranks: Ranks = ALONE) -> None:
         self.model = model
-        self.config = config
+        self.ranks = ranks
+        self.config = config or OptimConfig()
         self.total_steps = total_steps
         self.step = 0
         self._stop = threading.Event()
         self._partial = False
         self.device = next(model.module.parameters()).device
+        if config is None:
+            model.module.requires_grad_(False)
+            return
         self.names, self.working = zip(*((n, p) for n, p in model.module.named_parameters() if p.requires_grad), strict=True)
         self.master = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in self.working]
         self.optimizer = torch.optim.AdamW(
@@ -49,15 +61,26 @@ class TorchLearner:
     # --- passes ---
 
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        return self._each_token(batch, lambda micro: self._forward(micro, temperature, entropy_gradient=False)[0])
+
+    def reference_logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        with without_adapters(self.model.module):
+            return self.logprobs(batch, temperature)
+
+    def values(self, batch: Batch) -> Tensor:
+        raise NotImplementedError("a policy has no values")
+
+    def _each_token(self, batch: Batch, compute: Callable[[Batch], Tensor]) -> Tensor:
+        """[tokens of this rank's share] what `compute` gives for trained tokens, 0 elsewhere; without gradient."""
+        batch = self._share(batch)
         result = torch.zeros(len(batch.tokens))
         starts = torch.cumsum(batch.lengths, 0) - batch.lengths
         with torch.no_grad():
             for traces in batch.micro_batches(self.config.micro_tokens):
                 self._check_stop()
                 micro = batch.select(traces)
-                logprobs, _ = self._forward(micro, temperature, entropy_gradient=False)
                 where = torch.cat([torch.arange(int(starts[t]), int(starts[t] + batch.lengths[t])) for t in traces])
-                result[where[micro.mask]] = logprobs.float().cpu()
+                result[where[micro.mask]] = compute(micro).float().cpu()
         return result
 
     def _forward(self, micro: Batch, temperature: float, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -82,14 +105,14 @@ class TorchLearner:
     # --- the update ---
 
     def update(self, work: Update) -> Metrics:
-        totals = _Totals()
-        for _ in range(self.config.epochs):
+        totals = Totals(self.area)
+        for _ in range(0 if work.idle else self.config.epochs):
             for mini in self._minibatches(work.batch):
                 self._minibatch(mini, work, totals)
                 self._partial = True
         self.step += 1
         self._partial = False
-        return totals.metrics()
+        return {} if work.idle else totals.metrics()
 
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in zip(self.names, self.working, strict=True)}
@@ -100,6 +123,9 @@ class TorchLearner:
     def updates(self) -> int | None:
         return None if self._partial else self.step
 
+    def _share(self, batch: Batch) -> Batch:
+        return batch if self.ranks.count == 1 else batch.select(batch.shares(self.ranks.count)[self.ranks.rank])
+
     def _minibatches(self, batch: Batch) -> list[Batch]:
         size = self.config.minibatch or batch.num_samples
         owner = batch.sample_of.tolist()
@@ -108,67 +134,80 @@ class TorchLearner:
             chunks[sample // size].append(trace)
         return [batch.select(traces) for traces in chunks if traces]
 
-    def _minibatch(self, mini: Batch, work: Update, totals: _Totals) -> None:
-        mini = mini.with_(weights=work.aggregate(mini))
+    def _minibatch(self, mini: Batch, work: Update, totals: Totals) -> None:
+        """One optimizer step. Shares are those of the whole minibatch, so that the gradients of ranks simply add up."""
+        mini = self._share(mini.with_(weights=work.aggregate(mini)))
         self.model.module.train()
+        failure: BaseException | None = None
         try:
-            needed = _needed(mini) if work.loss.skips_zero_advantage else mini
+            needed = _needed(mini) if getattr(work.loss, "skips_zero_advantage", False) else mini
             for traces in needed.micro_batches(self.config.micro_tokens):
                 self._check_stop()
                 self._backward(needed.select(traces), work, totals)
             self._check_stop()
-        except BaseException:
-            self.model.module.zero_grad(set_to_none=True)
-            raise
+        except BaseException as error:
+            failure = error
         finally:
             self.model.module.eval()
+        if self.ranks.any(failure is not None):  # all ranks step, or none
+            self.model.module.zero_grad(set_to_none=True)
+            raise failure or Interrupted("another rank stopped in this update")
         self._optimizer_step(totals)
 
-    def _backward(self, micro: Batch, work: Update, totals: _Totals) -> None:
-        mask = micro.mask
-        if not mask.any():
+    def _backward(self, micro: Batch, work: Update, totals: Totals) -> None:
+        if not micro.mask.any():
             return
-        logprobs, entropy = self._forward(micro, work.temperature, entropy_gradient=work.loss.entropy_gradient)
-
-        def trained(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column[mask].to(self.device)
-
-        behaviour, weights = micro.behaviour[mask].to(self.device), trained(micro.weights)
-        assert weights is not None
-        old, advantages = trained(micro.old), trained(micro.advantages)
-        tokens = Tokens(
-            logprobs=logprobs,
-            entropy=entropy,
-            old=logprobs.detach() if old is None else old,
-            behaviour=behaviour,
-            advantages=torch.zeros_like(behaviour) if advantages is None else advantages,
-            reference=trained(micro.reference),
-            sequence=micro.trace_of_token()[mask].to(self.device),
-        )
-        per_token, stats = work.loss(tokens)
+        assert micro.weights is not None
+        weights = micro.weights[micro.mask].to(self.device)
+        per_token, stats = self._loss(micro, work)
         loss = (per_token * weights).sum()
         if not torch.isfinite(loss):
             self._explain_loss(per_token, micro, work)
         loss.backward()
-        totals.add(loss.detach(), weights, tokens, stats, before_update=not self._partial)
+        totals.add(loss.detach(), len(weights), stats)
+
+    def _loss(self, micro: Batch, work: Update) -> tuple[Tensor, dict[str, Tensor]]:
+        """[trained tokens] the loss, and diagnostics for people."""
+        assert not isinstance(work.loss, ValueLoss)
+        logprobs, entropy = self._forward(micro, work.temperature, entropy_gradient=work.loss.entropy_gradient)
+        old, advantages = self._trained(micro, micro.old), self._trained(micro, micro.advantages)
+        tokens = Tokens(
+            logprobs=logprobs,
+            entropy=entropy,
+            old=logprobs.detach() if old is None else old,
+            behaviour=micro.behaviour[micro.mask].to(self.device),
+            advantages=torch.zeros_like(logprobs) if advantages is None else advantages,
+            reference=self._trained(micro, micro.reference),
+            sequence=micro.trace_of_token()[micro.mask].to(self.device),
+            rewards=micro.rewards[micro.sample_of_token()][micro.mask].to(self.device),
+        )
+        per_token, stats = work.loss(tokens)
+        now = logprobs.detach()
+        before = tokens.old if self._partial else now  # the first optimizer step starts from the policy before the update
+        gap = before - tokens.behaviour
+        kl = tokens.behaviour - now
+        return per_token, {**stats, "entropy": entropy.detach(), "kl": kl, "mismatch": gap.abs(), "behaviour_ratio": gap.exp()}
+
+    def _trained(self, micro: Batch, column: Tensor | None) -> Tensor | None:
+        return None if column is None else column[micro.mask].to(self.device)
 
     def _explain_loss(self, per_token: Tensor, micro: Batch, work: Update) -> None:
         """No NaN escapes: name the loss and the sample."""
         bad = int((~torch.isfinite(per_token.detach())).nonzero()[0, 0]) if not torch.isfinite(per_token).all() else 0
         sample = int(micro.sample_of_token()[micro.mask][bad])
-        name = getattr(getattr(work.loss, "config", None), "loss", type(work.loss).__name__)
         raise AlgorithmError(
-            f"loss '{name}' gave {per_token[bad].item()} for a token of sample {sample} of the batch "
+            f"loss '{work.loss.name}' gave {per_token[bad].item()} for a token of sample {sample} of the batch "
             f"(domain '{micro.domains[sample]}') at step {self.step + 1}."
         )
 
-    def _optimizer_step(self, totals: _Totals) -> None:
+    def _optimizer_step(self, totals: Totals) -> None:
         for master, working in zip(self.master, self.working, strict=True):
             if working.grad is None:
                 working.grad = torch.zeros_like(working)
             if master is not working:
                 master.grad = working.grad.float()
                 working.grad = None
+        self.ranks.add([master.grad for master in self.master if master.grad is not None])
         norm = torch.nn.utils.clip_grad_norm_(self.master, self.config.grad_clip or math.inf)
         lr = self.learning_rate()
         for group in self.optimizer.param_groups:
@@ -230,8 +269,27 @@ class TorchLearner:
         self._refresh_working()
 
     def export(self, folder: Path) -> None:
-        self.model.module.save_pretrained(folder)
-        self.model.tokenizer.save_pretrained(folder)
+        save_model(self.model, folder)
+
+    # --- sharing a device ---
+
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def reload(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        """Parameters keep their identity, so that optimizer and engine still hold the same ones."""
+        if self.device.type == "cpu":
+            return
+        for tensor in [*self.model.module.parameters(), *self.model.module.buffers(), *self.master]:
+            tensor.data = tensor.data.to(device)
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and key != "step":
+                    state[key] = value.to(device)
+        torch.cuda.empty_cache()
 
 
 def _needed(mini: Batch) -> Batch:
@@ -242,41 +300,3 @@ def _needed(mini: Batch) -> Batch:
     assert mini.advantages is not None
     moved = torch.zeros(mini.num_traces).index_add_(0, mini.trace_of_token(), mini.advantages.abs())
     return mini.select(moved.nonzero()[:, 0].tolist())
-
-
-class _Totals:
-    """Sums of per-token diagnostics over an update."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[float, float]] = []
-        self.sums: dict[str, float] = {}
-        self.maxima: dict[str, float] = {}
-        self.tokens = 0
-
-    def _add(self, name: str, value: float) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + value
-
-    def add(self, loss: Tensor, weights: Tensor, tokens: Tokens, stats: dict[str, Tensor], *, before_update: bool) -> None:
-        """Count a micro-batch. Before the first optimizer step the policy now is the one that the engine should have had."""
-        self.tokens += len(weights)
-        self._add("loss", float(loss))
-        self._add("entropy", float(tokens.entropy.detach().sum()))
-        now = tokens.logprobs.detach()
-        gap = ((now if before_update else tokens.old) - tokens.behaviour).abs()
-        self.maxima["mismatch"] = max(self.maxima.get("mismatch", 0.0), float(gap.max()))
-        self._add("kl", float((tokens.behaviour - now).sum()))
-        for name, value in stats.items():
-            self._add(name, float(value.sum()))
-            if name == "ratio":
-                self.maxima["ratio_max"] = max(self.maxima.get("ratio_max", 0.0), float(value.max()))
-            if name == "correction":
-                self._add("squared_correction", float((value**2).sum()))
-
-    def metrics(self) -> Metrics:
-        count, steps = max(1, self.tokens), max(1, len(self.steps))
-        squared = self.sums.pop("squared_correction", 0.0)
-        if squared:  # effective sample size of the corrected tokens, as a share
-            self.maxima["effective_samples"] = self.sums["correction"] ** 2 / (squared * count)
-        means: dict[str, Any] = {n: v / (steps if n == "loss" else count) for n, v in self.sums.items()}
-        norms = {"grad_norm": sum(n for n, _ in self.steps) / steps, "lr": self.steps[-1][1] if self.steps else 0.0}
-        return {f"train/{k}": float(v) for k, v in {**means, **self.maxima, **norms, "tokens": self.tokens}.items()}

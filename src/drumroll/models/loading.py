@@ -6,15 +6,17 @@ to fix, so every failure says what was looked for and what to do offline.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from drumroll.errors import ConfigError, ModelError, did_you_mean
 from drumroll.models import attention, tiny
 
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -36,7 +38,9 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def load(name: str, *, dtype: str = "float32", device: str = "cpu", seed: int = 0) -> LoadedModel:
+def load(
+    name: str, *, dtype: str = "float32", device: str = "cpu", seed: int = 0, recompute_activations: bool = False
+) -> LoadedModel:
     """Load a model and put it under drumroll's attention."""
     _quiet_transformers()
     attention.register()
@@ -47,12 +51,32 @@ def load(name: str, *, dtype: str = "float32", device: str = "cpu", seed: int = 
     module = module.to(device=pick_device(device), dtype=DTYPES[dtype])
     module.set_attn_implementation(attention.NAME)
     module.eval()
+    if recompute_activations:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
     return LoadedModel(module, tokenizer, _eos(module, tokenizer))
+
+
+def load_tokenizer(name: str) -> Any:
+    """A model's tokenizer alone."""
+    if name in tiny.NAMES:
+        return tiny.tokenizer()
+    from transformers import AutoTokenizer
+
+    _quiet_transformers()
+    return _pretrained(name, AutoTokenizer.from_pretrained)
 
 
 def _from_pretrained(name: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    def both(source: str) -> tuple[Any, Any]:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), AutoTokenizer.from_pretrained(source)
+
+    return _pretrained(name, both)
+
+
+def _pretrained(name: str, read: Callable[[str], T]) -> T:
+    """Read a directory or hub id; what goes wrong is told in the user's terms."""
     path = Path(name).expanduser()
     local = path.exists()
     if local and not (path / "config.json").exists():
@@ -63,7 +87,7 @@ def _from_pretrained(name: str) -> tuple[Any, Any]:
         raise ModelError(f"model: '{name}' is not known.{did_you_mean(name, tiny.NAMES)}")
     source = str(path) if local else name
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), AutoTokenizer.from_pretrained(source)
+        return read(source)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         if local:

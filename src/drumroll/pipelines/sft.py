@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from drumroll import stages
 from drumroll.algorithms.aggregations import token_mean
 from drumroll.algorithms.losses import SFTLoss
 from drumroll.batch import Batch, pack
 from drumroll.config import SFTConfig
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
-from drumroll.learners import Learner, Update
+from drumroll.learners import Update
 from drumroll.sample import Group, Owner, Sample, Trace
 from drumroll.session import Session
 
@@ -54,14 +55,15 @@ async def train(session: Session, config: SFTConfig) -> None:
     """Imitate batch after batch; until the steps are done."""
     workers = session.workers
     demonstrations = Demonstrations(config, Renderer(workers.tokenizer))
-    session.watch(demonstrations)
+    session.watch(demonstrations=demonstrations)
 
     await session.start()
     while session.step < config.steps and not demonstrations.source.exhausted():
-        with session.stage("data"):
+        async with session.stage("data"):
             batch = demonstrations.batch()
-        with session.stage("train"):
-            metrics = await workers.actor.call(0, Learner.update, Update(batch, SFTLoss(), token_mean))
-        await workers.publish(session.step + 1)
+        async with session.stage("train"), workers.training():
+            metrics = await stages.train(workers.actor, workers.actor.put(Update(batch, SFTLoss(), token_mean)))
+        async with session.stage("publish"):
+            await workers.publish(session.step + 1)
         await session.commit({k: v for k, v in metrics.items() if k not in ONLY_RL})
     await session.finish()

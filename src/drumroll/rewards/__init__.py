@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
@@ -21,8 +21,19 @@ from drumroll.registry import Registry
 from drumroll.sample import Failure, Sample
 
 RewardFunction = Callable[..., Any]
+Ask = Callable[[str], Awaitable[str]]
+"""A question to the judge, and its answer."""
+
+
+class Pool(Protocol):
+    """Runs `module:function` calls, each with a deadline of its own."""
+
+    async def call(self, path: str, arguments: dict[str, Any], seconds: float) -> Any: ...
+    async def close(self) -> None: ...
+
+
 REWARDS: Registry[RewardFunction] = Registry("reward")
-GIVEN = ("completion", "prompt", "sample")
+GIVEN = ("completion", "prompt", "sample", "judge")
 
 
 class BadReward(ValueError):
@@ -69,16 +80,16 @@ class Reward:
         """Columns a row must have."""
         return [a for a in self.arguments if a not in GIVEN and a not in self.optional]
 
-    def inputs(self, sample: Sample) -> dict[str, Any]:
+    def inputs(self, sample: Sample, judge: Ask | None = None) -> dict[str, Any]:
         """The function's keyword arguments for one sample."""
-        given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample}
+        given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample, "judge": judge}
         row = sample.prompt.columns
         found = {a: given[a] if a in given else row[a] for a in self.arguments if a in given or a in row}
         return {**found, **self.fixed}
 
-    async def __call__(self, sample: Sample, pool: KillablePool, seconds: float) -> float | None:
+    async def __call__(self, sample: Sample, pool: Pool, seconds: float, judge: Ask | None = None) -> float | None:
         """Built-ins and coroutines run here; other functions of the user in a process that can be killed."""
-        inputs = self.inputs(sample)
+        inputs = self.inputs(sample, judge)
         if inspect.iscoroutinefunction(self.function):
             async with asyncio.timeout(seconds):
                 value = await self.function(**inputs)
@@ -105,12 +116,23 @@ def check_value(name: str, value: Any) -> float | None:
 class Scorer:
     """Scores samples with the rewards of their domain."""
 
-    def __init__(self, by_domain: Mapping[str, Sequence[RewardConfig]], timeout: float = 30.0, workers: int = 2) -> None:
+    def __init__(
+        self,
+        by_domain: Mapping[str, Sequence[RewardConfig]],
+        timeout: float = 30.0,
+        pool: Pool | None = None,
+        judge: Ask | None = None,
+    ) -> None:
+        import drumroll.rewards.judge
         import drumroll.rewards.text  # noqa: F401  the built-ins register themselves
 
         self.timeout = timeout
-        self.pool = KillablePool(workers)
+        self.pool = pool or KillablePool(2)
+        self.judge = judge
         self._rewards = {domain: [Reward.bind(c) for c in configs] for domain, configs in by_domain.items()}
+        asking = [r.name for rewards in self._rewards.values() for r in rewards if "judge" in r.arguments]
+        if asking and judge is None:
+            raise ConfigError(f"reward '{asking[0]}' asks a judge, but there is none: name one under roles.judge (model: ...).")
 
     def rewards(self, domain: str) -> list[Reward]:
         """The rewards of a domain, or those for all."""
@@ -128,7 +150,7 @@ class Scorer:
         total, applicable = 0.0, False
         for reward in self.rewards(sample.prompt.domain):
             try:
-                value = await reward(sample, self.pool, self.timeout)
+                value = await reward(sample, self.pool, self.timeout, self.judge)
             except Exception as error:
                 sample.failure = self._failure(reward, error)
                 return

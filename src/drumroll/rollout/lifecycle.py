@@ -22,7 +22,7 @@ NEXT: dict[State, frozenset[Stage]] = {
     State.ACTING: ENDINGS | {State.QUEUED, State.SCORING},
     State.SCORING: ENDINGS | {State.SCORED, State.SCORING},
     State.SCORED: ENDINGS | {State.ACCEPTED, Fate.FILTERED},
-    State.ACCEPTED: ENDINGS | {Fate.TRAINED},
+    State.ACCEPTED: ENDINGS | {Fate.TRAINED, Fate.BASELINE},
 }
 
 

@@ -27,11 +27,12 @@ class Route:
     interrupt: Callable[[], None]
     running: int = 0
     alive: bool = True
+    resting: bool = False
 
     @property
     def free(self) -> int:
         """Slots that could take a request now."""
-        return self.capacity - self.running if self.alive else 0
+        return self.capacity - self.running if self.alive and not self.resting else 0
 
 
 @dataclass(order=True)
@@ -84,6 +85,19 @@ class Router:
         route.alive = False
         if not self.routes and self._alarm is None:
             self._alarm = asyncio.get_running_loop().call_later(self.engine_timeout, self._give_up)
+
+    def rest(self, name: str) -> None:
+        """The engine's device is needed elsewhere for a while: what runs on it is interrupted, and may go on at others."""
+        if name in self.routes:
+            self.routes[name].resting = True
+            self.routes[name].interrupt()
+
+    def back(self, name: str) -> None:
+        """The device has been given back."""
+        if name in self.routes:
+            self.routes[name].resting = False
+            self._offer(self.routes[name])
+            self._grant()
 
     def _give_up(self) -> None:
         self.hopeless = NoEngines(

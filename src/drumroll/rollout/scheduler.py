@@ -28,7 +28,20 @@ from drumroll.rollout.filters import Filter, find_filter
 from drumroll.rollout.lifecycle import DrawEvent, Event, Listener, Stage, legal
 from drumroll.rollout.router import Router
 from drumroll.rollout.stats import LengthBias, StepStats
-from drumroll.sample import Failure, Fate, Group, Owner, Prompt, Sample, State, StopReason, Trace, Version, sample_seed
+from drumroll.sample import (
+    GREEDY,
+    Failure,
+    Fate,
+    Group,
+    Owner,
+    Prompt,
+    Sample,
+    State,
+    StopReason,
+    Trace,
+    Version,
+    sample_seed,
+)
 
 Decode = Callable[[list[int]], str]
 
@@ -89,6 +102,7 @@ class Rollouts:
         decode: Decode,
         *,
         act: Act | None = None,
+        greedy: bool = False,
         listeners: Sequence[Listener] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -99,6 +113,7 @@ class Rollouts:
         self.scorer = scorer
         self.decode = decode
         self.act = act
+        self.greedy = greedy  # every group has one greedy sample more, for a baseline
         self.listeners = list(listeners)
         self.clock = clock
         self.version: Version = 0
@@ -246,7 +261,7 @@ class Rollouts:
         self._flights[pending.draw] = flight
         self._step_draws += 1
         self._tell(DrawEvent(self.clock(), group, None, ""))
-        for index in range(self.config.samples):
+        for index in [*range(self.config.samples), *([GREEDY] if self.greedy else [])]:
             self._start_sample(flight, index)
 
     def _start_sample(self, flight: _Flight, index: int) -> None:
@@ -255,7 +270,10 @@ class Rollouts:
         now = self.clock()
         sample.history.append((State.QUEUED, now))
         self._tell(Event(now, sample, State.QUEUED, State.QUEUED))
-        group.samples.append(sample)
+        if index == GREEDY:
+            group.greedy = sample
+        else:
+            group.samples.append(sample)
         flight.unsettled += 1
         flight.tasks[index] = asyncio.get_running_loop().create_task(self._guarded(flight, sample))
         self._current.started += 1
@@ -302,9 +320,10 @@ class Rollouts:
         written = tries = 0
         limit, key = self.sampling.max_tokens, (sample.draw, sample.attempt)
         seed = sample_seed(self.seed, "train", sample.draw, sample.index)
-        place = sample.draw * self.config.samples + sample.index
+        place = sample.draw * (self.config.samples + self.greedy) + sample.index + self.greedy
+        how = replace(self.sampling, temperature=0.0) if sample.index == GREEDY else self.sampling
         while True:
-            sampling = self.sampling if not written else replace(self.sampling, max_tokens=limit - written)
+            sampling = how if not written else replace(how, max_tokens=limit - written)
             request = Request(f"{sample.id}#{tries}.{len(trace.tokens)}", tuple(trace.tokens), sampling, seed, place)
             try:
                 done = await self.router.generate(
@@ -357,7 +376,7 @@ class Rollouts:
         flight.unsettled -= 1
         del flight.tasks[sample.index]
         if sample.failure is not None:
-            if self.config.on_failure == "give_up":
+            if self.config.on_failure == "give_up" or sample.index == GREEDY:
                 self._complete_group(flight, f"{sample.failure.boundary} failed: {sample.failure.text}")
                 return
             if self.config.on_failure == "replace" and flight.replacements < self.config.samples:
@@ -390,8 +409,10 @@ class Rollouts:
         self._flights.pop(flight.group.draw, None)
         self.router.forget((flight.group.draw, flight.group.attempt))
         for index, task in list(flight.tasks.items()):
-            if isinstance(flight.group.samples[index].state, State):
-                self._move(flight.group.samples[index], Fate.ABORTED)
+            sample = flight.group.greedy if index == GREEDY else flight.group.samples[index]
+            assert sample is not None
+            if isinstance(sample.state, State):
+                self._move(sample, Fate.ABORTED)
             task.cancel()
 
     def _advance(self) -> None:
@@ -415,15 +436,16 @@ class Rollouts:
             self._end(group, fate, reason)
             return
         group.samples = [s for s in group.samples if s.state is State.SCORED]
-        for sample in group.samples:
+        for sample in group.everyone():
             self._move(sample, State.ACCEPTED)
         self._ready.append(group)
 
     def _end(self, group: Group, fate: Fate, reason: str) -> None:
         """Give a group and its samples their fate. A failed group's scored samples end as aborted."""
-        for sample in group.samples:
+        for sample in group.everyone():
             if isinstance(sample.state, State):
-                self._move(sample, Fate.ABORTED if fate is Fate.FAILED else fate)
+                own = Fate.BASELINE if fate is Fate.TRAINED and sample is group.greedy else fate
+                self._move(sample, Fate.ABORTED if fate is Fate.FAILED else own)
         self._begun.pop(group.draw, None)
         self._tell(DrawEvent(self.clock(), group, fate, reason))
 
@@ -431,7 +453,7 @@ class Rollouts:
 
     def _abort(self, flight: _Flight, fate: Fate, reason: str) -> None:
         group = flight.group
-        for sample in group.samples:
+        for sample in group.everyone():
             if isinstance(sample.state, State):
                 self._move(sample, fate)
         self._land(flight)

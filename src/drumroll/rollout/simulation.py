@@ -19,7 +19,7 @@ from drumroll.engines import Completion, EngineLost, Request
 from drumroll.rollout.lifecycle import Listener
 from drumroll.rollout.router import Router
 from drumroll.rollout.scheduler import Rollouts
-from drumroll.sample import Failure, Prompt, Sample, StopReason, Version
+from drumroll.sample import GREEDY, Failure, Prompt, Sample, StopReason, Version
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class SimEngine:
             raise EngineLost(f"{self.name} is gone")
         assert len(self.calls) < self.slots, f"{self.name} was given more than its {self.slots} slots"
         loop = asyncio.get_running_loop()
-        draw, index = (int(part) for part in request.id.partition("#")[0].partition("~")[0].split("."))
-        whole = self.work.tokens(draw, index)
+        draw, index = request.id.partition("#")[0].partition("~")[0].split(".")
+        whole = self.work.tokens(int(draw), GREEDY if index == "greedy" else int(index))
         tokens = max(1, whole - (len(request.tokens) - 1))
         call = _Call(request, loop.create_future(), loop.time(), tokens)
         self.calls[request.id] = call

@@ -1,0 +1,48 @@
+"""What an estimator sees, and the registry of estimators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drumroll.config.algorithm import AlgorithmConfig
+from drumroll.registry import Registry
+
+EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Per sample: shaped reward, group, number of policy tokens. Per trained token: reward, value, and whose it is."""
+
+    rewards: Tensor  # [samples] less the token penalties
+    group_of: Tensor  # [samples]
+    lengths: Tensor  # [samples]
+    config: AlgorithmConfig
+    greedy: Tensor | None = None  # [samples] reward of the group's greedy sample; with needs=("greedy",)
+    token_rewards: Tensor | None = None  # [trained tokens] penalties, and the outcome at each trace's last one
+    values: Tensor | None = None  # [trained tokens] the critic's; with needs=("values",)
+    trace_of: Tensor | None = None  # [trained tokens]
+
+
+Estimator = Callable[[Scores], Tensor]
+ESTIMATORS: Registry[Estimator] = Registry("algorithm.advantage")
+"""Traits: `grouped` (compares the samples of a group), `per_token` (returns [trained tokens]), `needs`."""
+
+
+def discounted(values: Tensor, trace_of: Tensor, decay: float) -> Tensor:
+    """[trained tokens] each token's sum over itself and the later ones of its trace, decayed by distance."""
+    if not len(values):
+        return values.clone()
+    starts = torch.cat([trace_of.new_tensor([0]), (trace_of[1:] != trace_of[:-1]).nonzero()[:, 0] + 1])
+    lengths = torch.diff(starts, append=trace_of.new_tensor([len(values)]))
+    row = torch.repeat_interleave(torch.arange(len(starts)), lengths)
+    column = torch.arange(len(values)) - starts[row]
+    table = values.new_zeros(len(starts), int(lengths.max()))
+    table[row, column] = values
+    for t in range(table.shape[1] - 2, -1, -1):
+        table[:, t] += decay * table[:, t + 1]
+    return table[row, column]

@@ -1,0 +1,13 @@
+"""REINFORCE (Williams, 1992)."""
+
+from torch import Tensor
+
+from drumroll.algorithms.advantages.parts import ESTIMATORS, Scores, discounted
+
+
+@ESTIMATORS.register("reinforce", per_token=True)
+def reinforce(scores: Scores) -> Tensor:
+    """The discounted return from each token on (Williams, 1992); whiten or centre rewards for a baseline."""
+    assert scores.token_rewards is not None
+    assert scores.trace_of is not None
+    return discounted(scores.token_rewards, scores.trace_of, scores.config.discount)

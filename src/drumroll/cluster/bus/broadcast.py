@@ -1,0 +1,227 @@
+"""Weights by broadcast, for engines anywhere: gloo in main memory, NCCL between CUDA devices.
+
+The process group is apart from torch's default one. Small tensors are packed into buckets; one as large as a bucket is sent from
+where it lies. A bucket is packed while those before are on their way, and read while those after are. A header says what the
+next bucket holds; it goes by the group's store, so no side has to know the tensors in advance.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drumroll.cluster.bus import AS_IS, BusError, Entry, Named, Packing, Parcel, WrongVersion, lend, unpack
+from drumroll.sample import Version
+
+BUCKET = 16 << 20
+IN_FLIGHT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the sender and the receivers meet, and how many they are together. With port 0 the sender picks one."""
+
+    host: str
+    port: int
+    size: int
+    device: str = "cpu"
+    seconds: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """The next bucket of a parcel. One without entries is the last, and `error` is why the sender gave up."""
+
+    version: Version
+    manifest: tuple[Entry, ...] = ()
+    size: int = 0
+    error: str = ""
+
+
+class _Link:
+    """One process's end of the group; rank 0 sends."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.timeout = timedelta(seconds=meeting.seconds)
+        self.store = dist.TCPStore(meeting.host, meeting.port, None, rank == 0, self.timeout, wait_for_workers=False)
+        self.meeting = replace(meeting, port=self.store.port)
+        self.rank = rank
+        self._parcels = 0
+        self._idle: dict[int, Tensor] = {}
+
+    @cached_property
+    def group(self) -> Any:
+        """Made with the first bucket, since making it waits until all are there."""
+        store, size = dist.PrefixStore("group", self.store), self.meeting.size
+        if self.meeting.device == "cpu":
+            return dist.ProcessGroupGloo(store, self.rank, size, self.timeout)
+        torch.cuda.set_device(self.meeting.device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout
+        return dist.ProcessGroupNCCL(store, self.rank, size, options)
+
+    def send(self, version: Version, buckets: Iterable[tuple[list[Entry], Tensor]]) -> None:
+        """Broadcast a parcel; returns when all have taken it."""
+        self._parcels += 1
+        taken = [f"{self._parcels}/taken/{rank}" for rank in range(1, self.meeting.size)]
+        posted, works = list[str](), deque[Any]()
+
+        def post(header: _Header) -> None:
+            posted.append(f"{self._parcels}/{len(posted)}")
+            self.store.set(posted[-1], pickle.dumps(header))  # pyrefly: ignore[bad-argument-type]
+
+        try:
+            for manifest, data in buckets:
+                post(_Header(version, tuple(manifest), len(data)))
+                works.append(self.group.broadcast(data.contiguous(), 0))
+                self._land(works, IN_FLIGHT - 1)
+            post(_Header(version))
+        except BaseException as error:
+            post(_Header(version, error=f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._land(works)
+        self.store.wait(taken, self.timeout)
+        for key in (*posted, *taken):
+            self.store.delete_key(key)
+
+    def _land(self, works: deque[Any], flying: int = 0) -> None:
+        """Wait until only so many are in flight. A group that lost a member is given up, so that the others need not wait."""
+        try:
+            while len(works) > flying:
+                works.popleft().wait()
+        except RuntimeError:
+            works.clear()
+            del self.group
+            raise
+
+    def take(self) -> Iterator[tuple[_Header, Tensor]]:
+        """The buckets of a parcel, each given out while the next are on their way; the last one is empty."""
+        self._parcels += 1
+        parcel, flying = self._parcels, deque[tuple[Any, _Header, Tensor]]()
+        for index in count():
+            header: _Header = pickle.loads(self.store.get(f"{parcel}/{index}"))
+            data = self.buffer(header.size)
+            if header.manifest:
+                flying.append((self.group.broadcast(data, 0), header, data))
+            while len(flying) >= IN_FLIGHT or (flying and not header.manifest):
+                work, *_ = bucket = flying.popleft()
+                work.wait()
+                yield bucket[1:]
+            if header.error:
+                raise BusError(f"The sender of version {header.version} failed: {header.error}")
+            if not header.manifest:
+                self.store.set(f"{parcel}/taken/{self.rank}", "")
+                yield header, data
+                return
+
+    def buffer(self, size: int) -> Tensor:
+        """Bytes on the device. Main memory is used again when no longer held: fresh pages cost more than a copy."""
+        if self.meeting.device != "cpu" or not size:
+            return torch.empty(size, dtype=torch.uint8, device=self.meeting.device)
+        for memory in sorted(self._idle.values(), key=len):
+            if len(memory) >= size and self._idle.pop(memory.data_ptr(), None) is not None:
+                break
+        else:
+            memory = torch.empty(max(size, BUCKET), dtype=torch.uint8)
+        return lend(memory.data_ptr(), size, lambda: self._retire(memory))
+
+    def _retire(self, memory: Tensor) -> None:
+        """Called wherever the last tensor happens to be dropped, so each step must stand alone."""
+        self._idle[memory.data_ptr()] = memory
+        if len(self._idle) > IN_FLIGHT + 1:
+            smallest = min(list(self._idle.values()), key=len)
+            self._idle.pop(smallest.data_ptr(), None)
+
+
+class BroadcastSender:
+    """Sends from a thread of its own, so that the parcel can go ahead and call the receivers."""
+
+    def __init__(self, meeting: Meeting, packing: Packing = AS_IS, bucket: int = BUCKET) -> None:
+        self._link = _Link(meeting, 0)
+        self.meeting = self._link.meeting
+        self.packing = packing
+        self.bucket = bucket
+        self._sending: Future[None] | None = None
+
+    def send(self, version: Version, tensors: Named) -> Parcel:
+        self.wait()
+        self._sending = Future()
+        threading.Thread(target=self._run, args=(version, tensors, self._sending), name="weight-bus", daemon=True).start()
+        return Parcel(version, f"{self.meeting.host}:{self.meeting.port}")
+
+    def wait(self) -> None:
+        sending, self._sending = self._sending, None
+        try:
+            if sending is not None:
+                sending.result()
+        except RuntimeError as error:  # torch's own, of gloo, NCCL and the store
+            raise BusError(f"The weights did not reach all engines; close this sender and meet anew: {error}") from error
+
+    def _run(self, version: Version, tensors: Named, done: Future[None]) -> None:
+        try:
+            with torch.no_grad():
+                self._link.send(version, self._buckets(tensors))
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    def _buckets(self, tensors: Named) -> Iterator[tuple[list[Entry], Tensor]]:
+        data, manifest, end = torch.empty(0), list[Entry](), 0
+        for name, tensor in tensors:
+            entry = self.packing.place(name, tensor, end)
+            if manifest and entry.end > self.bucket:
+                yield manifest, data[: max(end, 1)]
+                entry, manifest = self.packing.place(name, tensor, 0), []
+            if entry.end > self.bucket and self._ready(tensor, entry):
+                data, end = tensor.detach().flatten().view(torch.uint8), 0
+                yield [self.packing.seal(data, entry)], data
+                continue
+            if not manifest:
+                data = self._link.buffer(max(self.bucket, entry.end))
+            manifest.append(self.packing.write(data, entry, tensor))
+            end = entry.end
+        if manifest:
+            yield manifest, data[: max(end, 1)]
+
+    def _ready(self, tensor: Tensor, entry: Entry) -> bool:
+        """Whether its bytes can be sent from where they lie."""
+        return tensor.is_contiguous() and tensor.dtype == entry.dtype and tensor.device == torch.device(self.meeting.device)
+
+    def close(self) -> None:
+        del self._link
+
+
+class BroadcastReceiver:
+    """Takes part in every broadcast of its group, under a rank from 1 on."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._link = _Link(meeting, rank)
+
+    def receive(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
+        buckets = self._link.take()
+        try:
+            for header, data in buckets:
+                if header.version != parcel.version:
+                    raise WrongVersion(f"The parcel announces version {parcel.version}, the sender sends {header.version}.")
+                yield from unpack(data, header.manifest)
+        except RuntimeError as error:  # torch's own, of gloo, NCCL and the store
+            raise BusError(f"Version {parcel.version} did not arrive: {error}") from error
+        finally:
+            for _ in buckets:  # whoever stops early still takes the rest, so that the others need not wait
+                pass
+
+    def close(self) -> None:
+        del self._link

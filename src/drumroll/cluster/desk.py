@@ -1,0 +1,58 @@
+"""Where batches are put together. On a cluster it is a process of its own, so that the controller never holds tensors.
+
+It remembers nothing between calls: what an algorithm's parts remember travels with the call as plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from drumroll.algorithms import Algorithm
+from drumroll.batch import Batch, pack
+from drumroll.learners import Update
+from drumroll.sample import Group, Version
+
+Memory = dict[str, Any]
+
+
+class Desk:
+    """Turns groups into batches, and batches into work."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
+
+    def needs(self) -> dict[str, str]:
+        """The passes and samples that the algorithm asks for, each with the reason."""
+        return self.algorithm.needs
+
+    def start(self) -> Memory:
+        """What the algorithm's parts remember before the first step."""
+        return self.algorithm.state()
+
+    def pack(self, groups: Sequence[Group], oldest: Version) -> Batch:
+        """Groups as packed tensors."""
+        return pack(groups, oldest=oldest)
+
+    def join(self, batch: Batch, column: str, *parts: Tensor) -> Batch:
+        """The batch with a column that data-parallel ranks have computed."""
+        return batch.with_(**{column: batch.gather(parts)})
+
+    def advantages(self, batch: Batch, memory: Mapping[str, Any]) -> Batch:
+        """Rewards become advantages; `report` tells what was seen on the way."""
+        self.algorithm.restore(memory)
+        return self.algorithm.advantages(batch)
+
+    def report(self) -> tuple[dict[str, float], Memory]:
+        """Metrics of the last batch, and what the parts remember after it."""
+        return self.algorithm.metrics, self.algorithm.state()
+
+    def actor_work(self, batch: Batch, temperature: float, idle: bool) -> Update:
+        """The policy's update."""
+        return Update(batch, self.algorithm.loss, self.algorithm.aggregate, temperature, idle)
+
+    def critic_work(self, batch: Batch) -> Update:
+        """The critic's update."""
+        return Update(batch, self.algorithm.value_loss, self.algorithm.value_aggregate)

@@ -1,0 +1,241 @@
+"""Which role runs on which devices: the pool, what each role asks for, and the layout that follows.
+
+Pure arithmetic on plain data, done before anything starts: no Ray, no torch, no look at the hardware. Ranges are
+parsed, never evaluated.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import groupby
+
+from drumroll.errors import ConfigError, did_you_mean
+
+ANCHOR = "actor"
+"""The role whose devices the others share when they name none; without it, the first role."""
+
+
+class Kind(StrEnum):
+    """What computes."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU, or a slot of CPU threads. `index` counts in the pool, `local` on the node among those of its kind."""
+
+    index: int
+    kind: Kind
+    node: int = 0
+    local: int = 0
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """All devices of a run, numbered from 0: node by node, GPUs before CPU slots."""
+
+    devices: tuple[Device, ...]
+
+    @classmethod
+    def of(cls, nodes: Iterable[Mapping[Kind, int]], threads: int = 1) -> Pool:
+        """The devices of these machines, given how many of each kind they have."""
+        found: list[Device] = []
+        for n, node in enumerate(nodes):
+            for kind in Kind:
+                found += [Device(len(found) + i, kind, n, i, threads) for i in range(node.get(kind, 0))]
+        return cls(tuple(found))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRequest:
+    """What a role asks for. `devices`: a range ("0-7,12"), a count, the name of a role to share with, or the default.
+
+    `parallel` sizes multiply to one replica; replicas fill the devices in order.
+    """
+
+    role: str
+    devices: str | int | None = None
+    parallel: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def replica(self) -> int:
+        """How many devices one replica takes."""
+        return math.prod(self.parallel.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRequest:
+    """A role without devices (rewards, environments): how many workers at the start, and the bounds of scaling."""
+
+    role: str
+    workers: int
+    least: int = 1
+    most: int | None = None
+
+
+class Sharing(StrEnum):
+    """How two roles stand to each other's devices."""
+
+    WHOLE = "wholly"
+    PART = "partly"
+    NONE = "disjoint"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Devices by role, in rank order; for roles without devices the node of each worker."""
+
+    devices: Mapping[str, tuple[Device, ...]]
+    replica: Mapping[str, int]
+    processes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def replicas(self, role: str) -> list[tuple[Device, ...]]:
+        """The role's devices, cut into replicas."""
+        devices, size = self.devices[role], self.replica[role]
+        return [devices[i : i + size] for i in range(0, len(devices), size)]
+
+    def sharing(self, one: str, other: str) -> Sharing:
+        """Whether two roles use the same devices, some of them, or none."""
+        a, b = set(self.devices[one]), set(self.devices[other])
+        return Sharing.WHOLE if a == b else Sharing.PART if a & b else Sharing.NONE
+
+    @property
+    def turns(self) -> tuple[frozenset[str], ...]:
+        """The sets of roles that meet on a device, so must take turns there; sets inside another are left out."""
+        used = sorted({d for devices in self.devices.values() for d in devices}, key=lambda d: d.index)
+        sets = dict.fromkeys(frozenset(r for r, devices in self.devices.items() if d in devices) for d in used)
+        return tuple(s for s in sets if len(s) > 1 and not any(s < other for other in sets))
+
+    def describe(self) -> str:
+        """A table for people."""
+        rows = [("role", "devices", "ranks", "shares with")]
+        for role, devices in self.devices.items():
+            others = [(o, self.sharing(role, o)) for o in self.devices if o != role]
+            shares = ", ".join(o if how is Sharing.WHOLE else f"{o} (part)" for o, how in others if how is not Sharing.NONE)
+            kinds = "+".join(dict.fromkeys(d.kind.value for d in devices))
+            size = self.replica[role]
+            ranks = f"{len(devices)}" if size in (1, len(devices)) else f"{len(devices)} = {len(devices) // size} × {size}"
+            rows.append((role, f"{kinds} {ranges([d.index for d in devices])}", ranks, shares or "-"))
+        for role, nodes in self.processes.items():
+            rows.append((role, f"processes, node {ranges(sorted(set(nodes)))}", str(len(nodes)), "-"))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as 0-2,5: the inverse of `parse`."""
+    runs = [[v for _, v in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def parse(text: str, key: str, size: int) -> list[int]:
+    """The devices of a pool of this size that a range string names, in its order."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
+        if match is None:
+            raise ConfigError(f"{key}: '{text}' has a part '{part}' that is neither a device nor a range such as 0-7.")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ConfigError(f"{key}: the range {part.strip()} runs backwards; write {last}-{first}.")
+        if last >= size:
+            has = f"{size} devices (0-{size - 1})" if size > 1 else "1 device (0)"
+            raise ConfigError(f"{key}: {text} names device {last}, but the pool has {has}.")
+        if twice := set(found) & set(range(first, last + 1)):
+            raise ConfigError(f"{key}: '{text}' names device {min(twice)} twice.")
+        found += range(first, last + 1)
+    return found
+
+
+def lay_out(pool: Pool, requests: Sequence[DeviceRequest], processes: Sequence[ProcessRequest] = ()) -> Layout:
+    """Give every role its devices, or say in numbers why that cannot be. Order: ranges, then counts, then sharing."""
+    assert pool.devices, "an empty pool"
+    asked = {r.role: r for r in requests}
+    assert len(asked) == len(requests), "a role asks twice"
+    anchor = ANCHOR if ANCHOR in asked else next(iter(asked), ANCHOR)
+    named = {r.role: r.devices for r in requests if isinstance(r.devices, str) and not r.devices.strip()[:1].isalpha()}
+    size = len(pool.devices)
+    given = {role: tuple(pool.devices[i] for i in parse(text, _key(role), size)) for role, text in named.items()}
+    given |= _counted(pool, {r.role: r.devices for r in requests if isinstance(r.devices, int)}, given)
+    if anchor in asked and asked[anchor].devices is None:  # GPUs where there are any: a default never mixes kinds
+        gpus = tuple(d for d in pool.devices if d.kind is Kind.CUDA)
+        given[anchor] = gpus or pool.devices
+    layout = {role: given[_shared(request, asked, anchor, given)] for role, request in asked.items()}
+    for role, request in asked.items():
+        _check_parallel(request, layout[role])
+    nodes = sorted({d.node for d in pool.devices})
+    spread = {p.role: tuple(nodes[i % len(nodes)] for i in range(_workers(p))) for p in processes}
+    return Layout(layout, {role: request.replica for role, request in asked.items()}, spread)
+
+
+def _key(role: str) -> str:
+    return f"roles.{role}.devices"
+
+
+def _counted(pool: Pool, counts: Mapping[str, int], named: Mapping[str, tuple[Device, ...]]) -> dict[str, tuple[Device, ...]]:
+    """Counts take the lowest devices that no range claims, in the order of the roles."""
+    for role, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{_key(role)}: {count} is a count, so at least 1; device 0 is '0' in quotes.")
+    free = [d for d in pool.devices if not any(d in devices for devices in named.values())]
+    if (total := sum(counts.values())) > len(free):
+        asks = ", ".join(f"{role} {count}" for role, count in counts.items())
+        held = "".join(f"; {role} holds {ranges([d.index for d in devices])}" for role, devices in named.items())
+        raise ConfigError(
+            f"roles ask for {total} devices by count, but only {len(free)} of {len(pool.devices)} are free: {asks}{held}. "
+            f"Ask for fewer, or let a role share those of another by its name."
+        )
+    given: dict[str, tuple[Device, ...]] = {}
+    for role, count in counts.items():
+        given[role], free = tuple(free[:count]), free[count:]
+    return given
+
+
+def _shared(
+    request: DeviceRequest, asked: Mapping[str, DeviceRequest], anchor: str, given: Mapping[str, tuple[Device, ...]]
+) -> str:
+    """The role whose devices this role uses in the end, following whom it shares with."""
+    path = [request.role]
+    while (role := path[-1]) not in given:
+        devices = asked[role].devices
+        other = anchor if devices is None else str(devices).strip()
+        if other not in asked:
+            others = [r for r in asked if r != role]
+            known = ", ".join(others) or "there is none"
+            hint = did_you_mean(other, others)
+            raise ConfigError(f"{_key(role)}: '{other}' is no role with devices to share ({known}).{hint}")
+        if other in path:
+            circle = " → ".join([*path[path.index(other) :], other])
+            raise ConfigError(f"{_key(role)}: {circle} share in a circle; give one of them devices of its own.")
+        path.append(other)
+    return path[-1]
+
+
+def _check_parallel(request: DeviceRequest, devices: tuple[Device, ...]) -> None:
+    key = f"roles.{request.role}.parallel"
+    for name, size in request.parallel.items():
+        if size < 1:
+            raise ConfigError(f"{key}.{name}: {size} must be at least 1.")
+    product = " × ".join(f"{name} {size}" for name, size in request.parallel.items())
+    product += f" = {request.replica}" if len(request.parallel) > 1 else ""
+    if len(devices) % request.replica:
+        raise ConfigError(f"{key}: {product} does not divide {len(devices)} devices.")
+    for start in range(0, len(devices), request.replica):
+        replica = devices[start : start + request.replica]
+        if len({d.kind for d in replica}) > 1:
+            where = ranges([d.index for d in replica])
+            raise ConfigError(f"{key}: {product} puts one replica on devices {where}, which mix cuda and cpu.")
+
+
+def _workers(ask: ProcessRequest) -> int:
+    most = ask.workers if ask.most is None else ask.most
+    if not 1 <= ask.least <= ask.workers <= most:
+        raise ConfigError(f"roles.{ask.role}.workers: {ask.workers} must lie between {max(ask.least, 1)} and {most}.")
+    return ask.workers

@@ -1,0 +1,46 @@
+"""What a config asks of the devices, before anything is started. No Ray, no torch."""
+
+from __future__ import annotations
+
+import os
+
+from drumroll.cluster.devices import DeviceRequest, Kind, Layout, Pool, lay_out
+from drumroll.config import AnyConfig, RLConfig
+from drumroll.config.algorithm import WITH_CRITIC
+
+
+def requests(config: AnyConfig) -> list[DeviceRequest]:
+    """What each role of the run asks of the pool."""
+    roles = config.roles
+    asked = [
+        DeviceRequest("actor", roles.actor.devices),
+        DeviceRequest("rollout", roles.rollout.devices, {str(k): v for k, v in roles.rollout.parallel.items()}),
+    ]
+    if isinstance(config, RLConfig) and config.algorithm.needs_reference() and not _adapters_off(config):
+        asked.append(DeviceRequest("reference", roles.reference.devices))
+    if isinstance(config, RLConfig) and config.algorithm.advantage in WITH_CRITIC:
+        asked.append(DeviceRequest("critic", roles.critic.devices))
+    if roles.judge is not None:
+        asked.append(DeviceRequest("judge", roles.judge.devices))
+    return asked
+
+
+def _adapters_off(config: RLConfig) -> bool:
+    """Whether the reference is the actor without its adapters."""
+    return config.roles.actor.lora is not None and config.roles.reference.model is None
+
+
+def pool_of(config: AnyConfig, cluster: Pool | None) -> Pool | None:
+    """The devices that the config asks for; None takes those of the cluster."""
+    wanted, cores = config.cluster, os.cpu_count() or 1
+    if cluster is not None and wanted.devices is None:
+        return None
+    count = wanted.devices or 1
+    kind = Kind(wanted.kind) if wanted.kind != "auto" else (cluster.devices[0].kind if cluster else Kind.CPU)
+    return Pool.of([{kind: count}], wanted.threads or (1 if kind is Kind.CUDA else max(1, cores // count)))
+
+
+def planned(config: AnyConfig) -> Layout | None:
+    """The layout as far as it is known without the cluster; None on the local runtime, or where the cluster decides."""
+    pool = pool_of(config, None) if config.cluster.runtime == "ray" else None
+    return lay_out(pool, requests(config)) if pool is not None and config.cluster.devices else None

@@ -1,0 +1,184 @@
+"""What sits in a worker's process around the worker: its end of the weight bus, its threads, its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+from typing import Any
+
+from drumroll.cluster import roles
+from drumroll.cluster.bus import Packing, Parcel, Receiver, Sender
+from drumroll.cluster.bus.broadcast import BroadcastReceiver, BroadcastSender, Meeting
+from drumroll.cluster.bus.shared import SharedReceiver, SharedSender
+from drumroll.cluster.devices import Device, Kind
+from drumroll.cluster.host import WorkerLost
+from drumroll.cluster.memory import peak_gb
+from drumroll.cluster.pool import KillablePool
+from drumroll.cluster.ray import RayGroup
+from drumroll.cluster.workers import configure_torch
+from drumroll.config import AnyConfig
+from drumroll.engines import Completion, Engine, Request
+from drumroll.learners.ranks import Ranks
+from drumroll.models.adapters import peft_config
+from drumroll.sample import Version
+
+
+def make_seat(
+    make: str, config: AnyConfig, device: Device, rank: int, count: int, meeting: tuple[str, int] | None = None
+) -> LearnerSeat | EngineSeat:
+    """Make the worker of a role on its device, in this process. A GPU is the only one this process sees."""
+    configure_torch(config, device.threads)
+    where = "cuda" if device.kind is Kind.CUDA else "cpu"
+    sections = {name: getattr(config.roles, name) for name in ("actor", "reference", "critic", "judge")}
+    on = {name: section.model_copy(update={"device": where}) for name, section in sections.items() if section is not None}
+    config = config.model_copy(update={"roles": config.roles.model_copy(update=on)})
+    if make in ("make_engine", "make_judge"):
+        return EngineSeat(getattr(roles, make)(config), config)
+    ranks = Ranks(rank, count)
+    if meeting is not None and make != "make_reference":
+        ranks = Ranks.meet(rank, count, *meeting, device=where, seconds=config.cluster.call_timeout)
+    return LearnerSeat(getattr(roles, make)(config, ranks))
+
+
+class LearnerSeat:
+    """A learner; the actor's first rank sends weights. All else is the learner's own."""
+
+    def __init__(self, learner: Any) -> None:
+        self.learner = learner
+        self._sender: Sender | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["learner"], name)
+
+    def open_bus(self, kind: str, run: str, packing: Packing, size: int, host: str) -> Meeting | None:
+        """Be ready to send to so many, ourselves counted; what we had before is closed."""
+        if self._sender is not None:
+            with suppress(Exception):
+                self._sender.close()
+        if kind == "shared":
+            self._sender = SharedSender(run, packing)
+            return None
+        sender = BroadcastSender(Meeting(host, 0, size), packing)
+        self._sender = sender
+        return sender.meeting
+
+    def send(self) -> Parcel:
+        """Offer the weights as they are; the count of updates is their version."""
+        assert self._sender is not None
+        return self._sender.send(self.learner.step, self.learner.weights().items())
+
+    def sent(self) -> None:
+        """Wait until the weights may change again."""
+        assert self._sender is not None
+        self._sender.wait()
+
+    def memory(self) -> float:
+        """GB at most since the last call."""
+        return peak_gb()
+
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
+
+class EngineSeat:
+    """An engine that receives weights."""
+
+    def __init__(self, engine: Engine, config: AnyConfig) -> None:
+        self.engine = engine
+        self._lora = config.roles.actor.lora if config.roles.rollout.backend == "vllm" else None
+        self._receiver: Receiver | None = None
+
+    async def generate(self, request: Request) -> Completion:
+        return await self.engine.generate(request)
+
+    def open_bus(self, kind: str, meeting: Meeting | None, place: int) -> None:
+        """Be ready to receive."""
+        if self._receiver is not None:
+            with suppress(Exception):
+                self._receiver.close()
+        self._receiver = SharedReceiver() if meeting is None else BroadcastReceiver(meeting, place)
+
+    def receive(self, parcel: Parcel, *, recompute: bool) -> None:
+        """Switch to the weights of a parcel between two tokens."""
+        assert self._receiver is not None
+        weights = dict(self._receiver.receive(parcel))
+        if self._lora is not None:
+            from drumroll.engines.vllm import VllmEngine
+
+            assert isinstance(self.engine, VllmEngine)
+            self.engine.load_adapter(parcel.version, weights, peft_config(self._lora), recompute=recompute)
+        else:
+            self.engine.load(parcel.version, weights, recompute=recompute)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+
+    def interrupt(self) -> None:
+        self.engine.interrupt()
+
+    def set_version(self, version: Version) -> None:
+        self.engine.set_version(version)
+
+    def capacity(self) -> int:
+        return self.engine.capacity()
+
+    def memory(self) -> float:
+        """GB at most since the last call."""
+        return peak_gb()
+
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class PoolSeat:
+    """One process for rewards that can be killed, on whatever machine this actor is."""
+
+    def __init__(self) -> None:
+        self.pool: KillablePool | None = None
+
+    async def run(self, path: str, arguments: dict[str, Any], seconds: float, search: list[str]) -> Any:
+        self.pool = self.pool or KillablePool(1, search)
+        return await self.pool.call(path, arguments, seconds)
+
+
+class RemotePool:
+    """`KillablePool` over actors: the same calls, on the machines of a cluster."""
+
+    def __init__(self, group: RayGroup[PoolSeat], search: list[str]) -> None:
+        self.group = group
+        self.search = search
+        self.restarts = 0
+        self._free = list(range(group.size))
+        self._places = asyncio.Semaphore(group.size)
+
+    async def call(self, path: str, arguments: dict[str, Any], seconds: float) -> Any:
+        """The function's result; a machine that is lost costs another try elsewhere."""
+        while True:
+            async with self._places:
+                rank = self._free.pop()
+                try:
+                    return await self.group.call(rank, PoolSeat.run, path, arguments, seconds, self.search)
+                except WorkerLost:
+                    self.restarts += 1
+                    await self.group.replace(rank)
+                except BaseException:
+                    self.restarts += 1  # `PoolSeat` has killed the process
+                    raise
+                finally:
+                    self._free.append(rank)
+
+    async def close(self) -> None:
+        """End all processes."""
+        await self.group.close()

@@ -1,0 +1,34 @@
+"""`cluster`: where the roles run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from drumroll.config.section import Section
+
+
+class ClusterConfig(Section):
+    """The runtime and its devices."""
+
+    runtime: Literal["local", "ray"] = "local"
+    """`local`: all roles in this process, on one device. `ray`: each rank of a role in a process of its own, anywhere on a cluster."""
+    devices: int | None = Field(None, ge=1)
+    """Devices of the pool. Default: every GPU of the cluster; where there is none, a CPU slot for each machine."""
+    kind: Literal["auto", "cuda", "cpu"] = "auto"
+    """What a device is: `auto` is a GPU where there is one, else a slot of CPU threads."""
+    threads: int = Field(0, ge=0)
+    """CPU threads of a device; 0 divides a machine's cores among its slots."""
+    address: str | None = None
+    """The Ray cluster to join. Default: RAY_ADDRESS; without it one is started on this machine."""
+    start_timeout: float = Field(120.0, gt=0)
+    """Seconds to wait for the cluster to give the run its devices."""
+    call_timeout: float = Field(3600.0, gt=0)
+    """Seconds that one call to a worker may take."""
+    replace_engines: bool = True
+    """Start a new engine in place of one that is lost."""
+    bus: Literal["auto", "shared", "broadcast"] = "auto"
+    """How weights reach the engines: shared memory on one machine, or buckets broadcast over the network."""
+    checksum: bool = False
+    """Check the bytes of published weights on arrival; costs some speed."""

@@ -1,0 +1,359 @@
+"""vLLM as the engine: its `AsyncLLM` behind our contract, for GPUs and models too large for one process.
+
+vLLM runs in processes of its own; here lives only its front, on an event loop in a thread of its own, so that every
+method can be called from any thread and any event loop. Three things make its samples fit to train on:
+
+- log-probs are of the scaled logits (`processed_logprobs`), as the learner computes them;
+- the version of a token is told by vLLM's own core, which sampled it, and changes only while the core is paused;
+- cached prefixes carry the version they were computed with (a salt): vLLM cannot empty that cache while requests run,
+  and a request that comes after a switch must not read keys and values from before it.
+
+New weights travel as one file in memory (/dev/shm where there is room), which every vLLM worker reads and shards as it
+does a checkpoint: all its workers must be on this machine. vLLM itself is imported only when an engine is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drumroll.engines import Completion, EngineLost, Request
+from drumroll.errors import ConfigError, ModelError, did_you_mean
+from drumroll.models import tiny
+from drumroll.sample import StopReason, Version, sample_seed
+
+OWN = ("model", "logprobs_mode", "worker_extension_cls")
+CPU_KV_BYTES = 2**30
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """Implements `Engine` by vLLM. `model` is `tiny`, a Hugging Face directory or a hub id.
+
+    `options` are fields of vLLM's `AsyncEngineArgs` (tensor_parallel_size, pipeline_parallel_size,
+    enable_expert_parallel, enable_prefix_caching, enable_lora, max_lora_rank, dtype, gpu_memory_utilization, ...) and
+    win over the defaults; `max_num_seqs` and `max_model_len` over `slots` and `context`.
+
+    With `top_p` or `top_k` log-probs are of the restricted distribution. On a CPU keys and values have 1 GiB
+    unless `kv_cache_memory_bytes` says otherwise.
+    """
+
+    def __init__(
+        self, model: str, *, slots: int, context: int, eos: frozenset[int], options: Mapping[str, Any] | None = None
+    ) -> None:
+        defaults = {"max_num_seqs": slots, "max_model_len": context}
+        arguments = _arguments(model, defaults, dict(options or {}))
+        self.eos = sorted(eos)
+        self.slots: int = arguments.max_num_seqs
+        self.context: int = arguments.max_model_len
+        self.version: Version = 0
+        self._scratch = tempfile.TemporaryDirectory(prefix="drumroll-vllm-")
+        self._llm: Any = None
+        self._adapter: Any = None
+        self._live: set[str] = set()
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-engine", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._start(arguments))
+        except Exception as error:
+            self.close()
+            raise ModelError(f"model: vLLM cannot serve {model}: {_reason(error)}") from error
+
+    # --- the contract ---
+
+    async def generate(self, request: Request) -> Completion:
+        if len(request.tokens) >= self.context:
+            return Completion(stop=StopReason.CONTEXT)
+        return await asyncio.wrap_future(self._submit(self._generate(request)))
+
+    def abort(self, request_id: str) -> None:
+        self._abort(lambda: {request_id})
+
+    def interrupt(self) -> None:
+        self._abort(lambda: self._live)
+
+    def set_version(self, version: Version) -> None:
+        self.version = version
+        self._call(self._llm.update_weight_version(str(version)))
+
+    def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
+        """Switch to new weights. `weights` must hold every parameter by its name in a checkpoint, a tied one once: vLLM
+        fuses some, and a part left out would become noise.
+        """
+        with tempfile.TemporaryDirectory(prefix="drumroll-weights-", dir=_roomy(weights)) as folder:
+            path = str(_write(weights, Path(folder, "weights.safetensors")))
+            self._call(self._switch(version, recompute, lambda: self._llm.collective_rpc("receive_weights", args=(path,))))
+
+    def load_adapter(
+        self, version: Version, adapter: Mapping[str, Tensor], config: Mapping[str, Any], *, recompute: bool = False
+    ) -> None:
+        """Switch all requests to a new LoRA adapter, named and configured as PEFT does (needs `enable_lora`)."""
+        if self._adapter is None:
+            raise ConfigError("roles.rollout.options: serving LoRA adapters by vLLM needs enable_lora: true.")
+        self._write_adapter(adapter, config)
+        self._call(self._switch(version, recompute, lambda: self._llm.add_lora(_lora_request(self._folder, in_place=True))))
+
+    def capacity(self) -> int:
+        return self.slots
+
+    def sleep(self, level: int = 1) -> None:
+        """End all requests and give GPU memory back: 1 moves the weights to the CPU, 2 drops them (then `load` after
+        `wake`). Needs the option `enable_sleep_mode`; on a CPU nothing is freed.
+        """
+        self._call(self._llm.sleep(level))
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self._call(self._llm.wake_up())
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._scratch.cleanup()
+
+    # --- from the caller's thread to vLLM's loop ---
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._closed:
+            work.close()
+            raise EngineLost("the engine is closed")
+        return asyncio.run_coroutine_threadsafe(self._told(work), self._loop)
+
+    async def _told(self, work: Coroutine[Any, Any, T]) -> T:
+        """The work's result; that vLLM died or the engine was closed meanwhile is told in our words."""
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._closed:
+                raise EngineLost("the engine was closed") from None
+            raise
+        except Exception as error:
+            if self._llm is not None and self._llm.errored:
+                raise EngineLost(f"vLLM's engine process died: {_reason(error)}") from error
+            raise
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._submit(work).result()
+
+    def _abort(self, which: Callable[[], set[str]]) -> None:
+        """As a task of its own it comes after the requests that were sent before it."""
+
+        async def abort() -> None:
+            await self._llm.abort(list(which()))
+
+        if not self._closed:
+            self._submit(abort())
+
+    # --- on vLLM's loop ---
+
+    async def _start(self, arguments: Any) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM.from_engine_args(arguments)
+        await self._llm.get_supported_tasks()  # asked once, so that a request is registered without waiting
+        await self._llm.update_weight_version(str(self.version))
+        if arguments.enable_lora:  # one that changes nothing, so that requests running at the first switch have one too
+            self._write_adapter(*_idle_adapter(*(await self._llm.collective_rpc("adaptable_layer"))[0]))
+            self._adapter = _lora_request(self._folder)
+            await self._llm.add_lora(self._adapter)
+
+    async def _stop(self) -> None:
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _generate(self, request: Request) -> Completion:
+        from vllm.inputs import tokens_input
+
+        prompt = tokens_input(list(request.tokens), cache_salt=str(self.version))
+        self._live.add(request.id)
+        outputs = self._llm.generate(prompt, self._params(request), request.id, lora_request=self._adapter)
+        try:
+            [final] = [output async for output in outputs]
+        finally:
+            self._live.discard(request.id)
+        return _completion(request, final.outputs[0])
+
+    def _params(self, request: Request) -> Any:
+        """A request sent again with what it had goes on with other random numbers: the seed is mixed with its length."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=sample_seed(request.seed, "vllm", len(request.tokens), 0),
+            stop=list(sampling.stop),
+            stop_token_ids=self.eos,
+            ignore_eos=True,  # ours are the tokens above, whatever the model's files say
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    async def _switch(self, version: Version, recompute: bool, bring: Callable[[], Awaitable[Any]]) -> None:
+        """Between two tokens: what vLLM cannot bring in leaves it half changed, so the engine is then lost."""
+        try:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            self.version = version
+            await bring()
+            if recompute:
+                await self._llm.reset_prefix_cache(reset_running_requests=True)
+            await self._llm.update_weight_version(str(version))
+            await self._llm.resume_generation()
+        except Exception as error:
+            threading.Thread(target=self.close, name="vllm-close").start()
+            raise EngineLost(f"vLLM could not take version {version}: {_reason(error)}") from error
+
+    # --- adapters ---
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self._scratch.name)
+
+    def _write_adapter(self, adapter: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        """In place of the last one: vLLM reads it again after new base weights."""
+        named = {name.replace(".default.", "."): value for name, value in adapter.items()}
+        _write(named, self._folder / "new.safetensors").replace(self._folder / "adapter_model.safetensors")
+        (self._folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
+
+
+class WeightReceiver:
+    """Mixed into vLLM's workers, where it runs."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def receive_weights(self, path: str) -> None:
+        """Take the model's weights from a file, as from a checkpoint.
+
+        A CPU's linear layers hold packed copies, made anew layer by layer as their weights come. An output layer tied
+        to the embedding gets none of its own, so its copy is made anew here.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.reload_weights(weights_iterator=iter(load_file(path).items()))
+            for layer in self.model_runner.get_model().modules():
+                if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
+                    layer.quant_method.process_weights_after_loading(layer)
+
+    def adaptable_layer(self) -> tuple[str, int, int]:
+        """Name and sizes, in and out, of a layer that an adapter may be put on."""
+        from vllm.lora.layers import RowParallelLinearWithLoRA
+
+        named = self.model_runner.get_model().named_modules()
+        name, layer = next((n, m.base_layer) for n, m in named if isinstance(m, RowParallelLinearWithLoRA))
+        return name, layer.input_size, layer.output_size
+
+
+def _arguments(model: str, defaults: dict[str, Any], options: dict[str, Any]) -> Any:
+    """vLLM's arguments: what our exactness needs, then the user's options, then defaults for the machine."""
+    _prepare_environment()
+    try:
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise ConfigError(
+            f"roles.rollout.backend: vllm needs vLLM ({error}): `pip install vllm` on GPUs, `make vllm` on a CPU."
+        ) from error
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)} - set(OWN)
+    for key in options:
+        if key not in known:
+            raise ConfigError(f"roles.rollout.options: vLLM has no option '{key}' to be set here.{did_you_mean(key, known)}")
+    if model == "tiny-random":
+        raise ConfigError("roles.rollout.backend: vllm loads models from files, and tiny-random has none; use `tiny`.")
+    if current_platform.is_cpu():
+        defaults |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": CPU_KV_BYTES}
+    return AsyncEngineArgs(
+        **{"disable_log_stats": True, "generation_config": "vllm", **defaults, **options},
+        model=str(tiny.SHIPPED) if model == "tiny" else model,
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls=f"{__name__}.{WeightReceiver.__name__}",
+    )
+
+
+def _prepare_environment() -> None:
+    """vLLM is told by variables that its processes inherit. Quiet; fresh processes, as this one has threads; on a CPU as
+    many threads as this process, not bound to cores that others may use, and no compiler.
+    """
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    threads = str(torch.get_num_threads())
+    cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads, "TORCH_COMPILE_DISABLE": "1"}
+    for name, value in {**quiet, **({} if torch.cuda.is_available() else cpu)}.items():
+        os.environ.setdefault(name, value)
+
+
+def _completion(request: Request, output: Any) -> Completion:
+    tokens = list(output.token_ids)
+    logprobs = list(output.logprobs.logprobs) if tokens else []
+    versions = [int(span.version) for span in output.weight_versions or () for _ in range(span.start, span.end)]
+    assert len(tokens) == len(logprobs) == len(versions), f"{request.id}: {len(tokens)}, {len(logprobs)}, {len(versions)}"
+    return Completion(tokens, logprobs, versions, _stop_reason(request, output))
+
+
+def _stop_reason(request: Request, output: Any) -> StopReason:
+    if output.finish_reason == "stop":
+        return StopReason.STOP_STRING if isinstance(output.stop_reason, str) else StopReason.EOS
+    if output.finish_reason == "length":
+        return StopReason.LENGTH if len(output.token_ids) >= request.sampling.max_tokens else StopReason.CONTEXT
+    if output.finish_reason == "abort":
+        return StopReason.ABORTED
+    raise RuntimeError(f"vLLM ended request {request.id} with '{output.finish_reason}'")
+
+
+def _idle_adapter(layer: str, size_in: int, size_out: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {f"{layer}.lora_A.weight": torch.zeros(1, size_in), f"{layer}.lora_B.weight": torch.zeros(size_out, 1)}
+    return tensors, {"r": 1, "lora_alpha": 1, "target_modules": [layer.rpartition(".")[-1]]}
+
+
+def _lora_request(folder: Path, *, in_place: bool = False) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", 1, str(folder), load_inplace=in_place)
+
+
+def _roomy(weights: Mapping[str, Tensor]) -> str | None:
+    """Memory, if the weights fit into it; else the usual place for temporary files."""
+    memory = Path("/dev/shm")
+    size = sum(value.numel() * value.element_size() for value in weights.values())
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 1.1 * size else None
+
+
+def _write(tensors: Mapping[str, Tensor], path: Path) -> Path:
+    save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, path)
+    return path
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

@@ -1,0 +1,36 @@
+"""A value model: the body of a causal language model and a linear head."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from drumroll.models.attention import Packed
+from drumroll.models.loading import LoadedModel
+
+
+class ValueModel(nn.Module):
+    """[tokens] one number per position of packed sequences; 0 everywhere before training."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body = body
+        parameter = next(body.parameters())
+        width = body.config.get_text_config().hidden_size
+        self.head = nn.Linear(width, 1, device=parameter.device, dtype=parameter.dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @override
+    def forward(self, tokens: Tensor, layout: Packed) -> Tensor:
+        out = self.body(input_ids=tokens[None], position_ids=layout.positions(), use_cache=False, layout=layout)
+        return self.head(out.last_hidden_state[0])[:, 0].to(torch.promote_types(self.head.weight.dtype, torch.float32))
+
+
+def value_model(model: LoadedModel) -> LoadedModel:
+    """The same model with a value head in place of its language-model head."""
+    return dataclasses.replace(model, module=ValueModel(model.module.base_model))

@@ -1,0 +1,207 @@
+"""Roles get the devices they ask for, and a request that cannot be met is refused with its arithmetic."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drumroll.cluster.devices import Device, DeviceRequest, Kind, Pool, ProcessRequest, Sharing, lay_out, parse, ranges
+from drumroll.errors import ConfigError
+
+
+def gpus(count, nodes=1):
+    return Pool.of([{Kind.CUDA: count // nodes}] * nodes)
+
+
+def numbers(layout, role):
+    return [d.index for d in layout.devices[role]]
+
+
+def refusal(pool, *requests, processes=()):
+    with pytest.raises(ConfigError) as error:
+        lay_out(pool, requests, processes)
+    return str(error.value)
+
+
+# --- the pool ---
+
+
+def test_a_pool_counts_node_by_node_and_gpus_first():
+    pool = Pool.of([{Kind.CUDA: 2, Kind.CPU: 1}, {Kind.CUDA: 1}], threads=4)
+    assert pool.devices == (
+        Device(0, Kind.CUDA, 0, 0, 4),
+        Device(1, Kind.CUDA, 0, 1, 4),
+        Device(2, Kind.CPU, 0, 0, 4),
+        Device(3, Kind.CUDA, 1, 0, 4),
+    )
+
+
+# --- layouts ---
+
+
+def test_the_papers_layout():
+    layout = lay_out(
+        gpus(16, nodes=2),
+        [
+            DeviceRequest("actor", "0-15", {"data": 2, "tensor": 4, "pipeline": 2}),
+            DeviceRequest("rollout", "0-11", {"tensor": 2}),
+            DeviceRequest("judge", "12-15"),
+        ],
+        [ProcessRequest("reward", 3, least=1, most=8)],
+    )
+    assert [len(layout.devices[r]) for r in ("actor", "rollout", "judge")] == [16, 12, 4]
+    assert layout.sharing("actor", "rollout") is Sharing.PART
+    assert layout.sharing("rollout", "judge") is Sharing.NONE
+    assert layout.turns == (frozenset({"actor", "rollout"}), frozenset({"actor", "judge"}))
+    assert [[d.index for d in r] for r in layout.replicas("rollout")] == [[i, i + 1] for i in range(0, 12, 2)]
+    assert layout.processes == {"reward": (0, 1, 0)}
+    assert layout.describe() == (
+        "role     devices              ranks       shares with\n"
+        "actor    cuda 0-15            16          rollout (part), judge (part)\n"
+        "rollout  cuda 0-11            12 = 6 × 2  actor (part)\n"
+        "judge    cuda 12-15           4           actor (part)\n"
+        "reward   processes, node 0-1  3           -"
+    )
+
+
+def test_a_role_that_names_nothing_shares_with_the_actor_and_the_actor_takes_all():
+    layout = lay_out(gpus(4), [DeviceRequest("rollout"), DeviceRequest("actor"), DeviceRequest("judge", "rollout")])
+    assert numbers(layout, "actor") == numbers(layout, "rollout") == numbers(layout, "judge") == [0, 1, 2, 3]
+    assert layout.sharing("judge", "actor") is Sharing.WHOLE
+    assert layout.turns == (frozenset({"actor", "rollout", "judge"}),)
+
+
+def test_without_an_actor_the_first_role_is_shared():
+    layout = lay_out(gpus(4), [DeviceRequest("teacher", 2), DeviceRequest("student")])
+    assert numbers(layout, "student") == [0, 1]
+
+
+def test_counts_take_the_lowest_devices_that_no_range_claims():
+    layout = lay_out(gpus(8), [DeviceRequest("actor", 3), DeviceRequest("rollout", 2), DeviceRequest("judge", "1-2,6")])
+    assert (numbers(layout, "actor"), numbers(layout, "rollout")) == ([0, 3, 4], [5, 7])
+    assert layout.turns == ()
+
+
+def test_ranks_follow_the_order_that_is_written():
+    assert numbers(lay_out(gpus(8), [DeviceRequest("actor", " 6-7, 0 ,3")]), "actor") == [6, 7, 0, 3]
+
+
+def test_kinds_may_be_mixed_between_roles_and_replicas_but_not_inside_one():
+    pool = Pool.of([{Kind.CUDA: 2, Kind.CPU: 2}])
+    layout = lay_out(pool, [DeviceRequest("actor"), DeviceRequest("reference", "2-3"), DeviceRequest("rollout", "0-3")])
+    assert numbers(layout, "actor") == [0, 1]  # the default is GPUs where there are any
+    assert "cuda+cpu 0-3" in layout.describe()
+    assert "roles.rollout.parallel: tensor 4 puts one replica on devices 0-3, which mix cuda and cpu." in refusal(
+        pool, DeviceRequest("rollout", "0-3", {"tensor": 4})
+    )
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        ("12-15", "roles.judge.devices: 12-15 names device 15, but the pool has 8 devices (0-7)."),
+        ("0,99999999999999", "names device 99999999999999, but the pool has 8 devices"),
+        ("7-3", "roles.judge.devices: the range 7-3 runs backwards; write 3-7."),
+        ("0-3,2", "roles.judge.devices: '0-3,2' names device 2 twice."),
+        ("0,,3", "'0,,3' has a part '' that is neither a device nor a range"),
+        ("0-", "a part '0-' that is neither a device nor a range"),
+        ("-1", "a part '-1' that is neither"),
+        ("", "a part '' that is neither"),
+        ("2**2", "a part '2**2' that is neither"),
+        ("[0, 1]", "a part '[0' that is neither"),
+        ("range(4)", "'range(4)' is no role with devices to share (actor)."),
+        ("acter", "'acter' is no role with devices to share (actor). Did you mean 'actor'?"),
+        (0, "roles.judge.devices: 0 is a count, so at least 1; device 0 is '0' in quotes."),
+        ("judge", "roles.judge.devices: judge → judge share in a circle; give one of them devices of its own."),
+    ],
+)
+def test_what_cannot_be_read_is_refused(devices, says):
+    assert says in refusal(gpus(8), DeviceRequest("actor", "0-3"), DeviceRequest("judge", devices))
+
+
+def test_too_many_by_count_is_refused_with_the_sum():
+    said = refusal(gpus(8), DeviceRequest("actor", 4), DeviceRequest("judge", 2), DeviceRequest("rollout", "0-3"))
+    assert "roles ask for 6 devices by count, but only 4 of 8 are free: actor 4, judge 2; rollout holds 0-3." in said
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"tensor": 3, "pipeline": 2}, "roles.actor.parallel: tensor 3 × pipeline 2 = 6 does not divide 16 devices."),
+        ({"tensor": 32}, "roles.actor.parallel: tensor 32 does not divide 16 devices."),
+        ({"tensor": 0}, "roles.actor.parallel.tensor: 0 must be at least 1."),
+    ],
+)
+def test_parallel_sizes_must_fill_the_devices(parallel, says):
+    assert says in refusal(gpus(16), DeviceRequest("actor", "0-15", parallel))
+
+
+def test_a_circle_of_sharing_is_refused():
+    requests = [DeviceRequest("actor", "rollout"), DeviceRequest("rollout", "judge"), DeviceRequest("judge")]
+    assert "actor → rollout → judge → actor share in a circle" in refusal(gpus(2), *requests)
+
+
+@pytest.mark.parametrize(("workers", "least", "most"), [(0, 0, 4), (0, 1, None), (2, 3, 8), (9, 1, 8)])
+def test_worker_counts_have_bounds(workers, least, most):
+    said = refusal(gpus(1), DeviceRequest("actor"), processes=[ProcessRequest("reward", workers, least, most)])
+    assert f"roles.reward.workers: {workers} must lie between {max(least, 1)} and " in said
+
+
+# --- for all pools and requests ---
+
+
+@given(st.sets(st.integers(0, 40)).map(sorted) | st.permutations(range(8)))
+def test_ranges_and_parse_are_inverse(indices):
+    if indices:
+        assert parse(ranges(indices), "key", 41) == list(indices)
+
+
+names = st.sampled_from(["actor", "rollout", "judge", "reference", "critic"])
+texts = st.text("0123456789-, ", max_size=8) | st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True).map(ranges)
+requests = st.lists(
+    st.builds(
+        DeviceRequest,
+        names,
+        st.none() | st.integers(0, 4) | names | texts,
+        st.dictionaries(st.sampled_from(["data", "tensor", "pipeline"]), st.integers(1, 3), max_size=2),
+    ),
+    min_size=1,
+    max_size=5,
+    unique_by=lambda r: r.role,
+)
+pools = st.lists(st.fixed_dictionaries({Kind.CUDA: st.integers(0, 4), Kind.CPU: st.integers(0, 2)}), min_size=1, max_size=3)
+
+
+@given(pools.map(Pool.of).filter(lambda pool: pool.devices), requests)
+def test_a_layout_keeps_every_promise_or_is_refused_in_a_sentence(pool, asked):
+    refused, layout = "", None
+    try:
+        layout = lay_out(pool, asked)
+    except ConfigError as error:
+        refused = str(error)
+    if layout is None:
+        assert refused.startswith("roles")
+        assert refused[-1] in ".?"
+        return
+    counted = [d for r in asked if isinstance(r.devices, int) for d in layout.devices[r.role]]
+    ranged = [d for r in asked if isinstance(r.devices, str) and r.devices.strip()[0].isdigit() for d in layout.devices[r.role]]
+    assert len(counted) == len(set(counted))
+    assert not set(counted) & set(ranged)
+    for request in asked:
+        mine = layout.devices[request.role]
+        assert mine
+        assert len(set(mine)) == len(mine)
+        assert set(mine) <= set(pool.devices)
+        assert sum(layout.replicas(request.role), ()) == mine
+        if isinstance(request.devices, int):
+            assert len(mine) == request.devices
+        elif request.devices in layout.devices:
+            assert layout.sharing(request.role, request.devices) is Sharing.WHOLE
+        assert request.role in layout.describe()
+    for one in layout.devices:
+        for other in layout.devices:
+            if one != other:
+                together = any({one, other} <= turn for turn in layout.turns)
+                assert together == (layout.sharing(one, other) is not Sharing.NONE)
