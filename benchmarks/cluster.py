@@ -69,7 +69,7 @@ async def samples(group: RayGroup[Any]) -> float:
 
     router.join("engine-0", generate, 256)
     rollouts = Rollouts(config, 0, SimSource(), router, InstantScorer(), lambda tokens: "")
-    await rollouts.take(config.prompts)
+    rollouts.trained(await rollouts.take(config.prompts))
     rollouts.publish(1)
     began, steps = time.process_time(), 8
     for step in range(steps):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from figures import figure
 from torch import Tensor
 
-from drumroll.cluster.bus import Receiver, Sender
+from drumroll.cluster.bus import Receiver, Sender, settle
 from drumroll.cluster.bus.broadcast import BroadcastReceiver, BroadcastSender, Meeting
 from drumroll.cluster.bus.shared import SharedReceiver, SharedSender
 from drumroll.cluster.workers import open_workers
@@ -102,6 +102,7 @@ def alternate(*works: Callable[[], object]) -> list[float]:
 def between_processes() -> None:
     """Shared memory against a memory copy, and our broadcast against gloo's own of one flat tensor."""
     tensors = dict(smollm2())
+    settle(tensors.values())  # as a learner does when it joins the bus
     flat = torch.cat([t.flatten() for t in tensors.values()])
     target = torch.zeros_like(flat)
     senders: dict[str, Sender] = {"shared": SharedSender("benchmark")}

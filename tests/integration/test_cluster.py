@@ -111,6 +111,14 @@ def untied(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("roles", [{}, {"actor": {"lora": {}}}], ids=["full", "lora"])
+def test_vllm_generates_and_agrees(small, roles):
+    pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
+    run = drumroll.train(small(cluster=ONE, roles={"rollout": {"backend": "vllm"}, **roles}, **SYNCED))
+    assert [m["train/mismatch"] < 1e-4 for m in run.metrics[1:]] == [True] * 3
+
+
+@pytest.mark.slow
 def test_without_the_sync_they_would_not(small, monkeypatch):
     async def nothing(self, version): ...
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drumroll.cluster.bus import BusError, Corrupted, Local, Packing, Receiver, Sender, WrongVersion, unpack
+from drumroll.cluster.bus import BusError, Corrupted, Local, Packing, Receiver, Sender, WrongVersion, settle, unpack
 from drumroll.cluster.bus.broadcast import IN_FLIGHT, BroadcastReceiver, BroadcastSender, Meeting
 from drumroll.cluster.bus.shared import SharedReceiver, SharedSender
 
@@ -384,11 +384,15 @@ def test_broadcast_to_two_receivers_in_several_buckets(engines: Callable[[], Eng
 def test_buckets_hold_every_tensor_once_and_keep_their_size():
     sender = BroadcastSender(Meeting("127.0.0.1", 0, 1))
 
-    @given(sizes=st.lists(st.integers(0, 40), max_size=12), bucket=st.integers(1, 200))
-    @settings(max_examples=100, deadline=None)
-    def check(sizes: list[int], bucket: int) -> None:
+    @given(sizes=st.lists(st.integers(0, 40), max_size=12), bucket=st.integers(1, 200), settled=st.booleans())
+    @settings(max_examples=150, deadline=None)
+    def check(sizes: list[int], bucket: int, settled: bool) -> None:
         sender.bucket = bucket
         sent = {f"{i}": torch.randn(size) for i, size in enumerate(sizes)}
+        before = {name: tensor.clone() for name, tensor in sent.items()}
+        if settled:
+            settle(sent.values())
+        assert_same(sent, before)
         buckets = [(manifest, data.clone()) for manifest, data in sender._buckets(sent.items())]
         assert [entry.name for manifest, _ in buckets for entry in manifest] == list(sent)
         assert all(len(data) <= bucket or len(manifest) == 1 for manifest, data in buckets)
@@ -396,6 +400,17 @@ def test_buckets_hold_every_tensor_once_and_keep_their_size():
             assert_same(dict(unpack(data, manifest)), {entry.name: sent[entry.name] for entry in manifest})
 
     check()
+    sender.close()
+
+
+def test_settled_tensors_are_sent_from_where_they_lie():
+    sender = BroadcastSender(Meeting("127.0.0.1", 0, 1))
+    sent = {f"{i}": torch.randn(1000, 300) for i in range(20)}
+    settle(sent.values())
+    home = sent["0"].untyped_storage()
+    buckets = list(sender._buckets(sent.items()))
+    assert len(buckets) == 2
+    assert all(data.untyped_storage().data_ptr() == home.data_ptr() for _, data in buckets)
     sender.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from drumroll.cluster.workers import context_length
@@ -67,7 +68,9 @@ def make_engine(config: AnyConfig) -> Engine:
     lora = {} if actor.lora is None else {"enable_lora": True, "max_lora_rank": max(8, actor.lora.rank)}
     options = {"dtype": actor.dtype, **sizes, **lora, **role.options}
     slots, context = role.slots, context_length(config)
-    return VllmEngine(config.role_model("actor"), slots=slots, context=context, eos=model.eos, options=options)
+    name = config.role_model("actor")
+    path = Path(name).expanduser()
+    return VllmEngine(str(path) if path.exists() else name, slots=slots, context=context, eos=model.eos, options=options)
 
 
 def make_judge(config: AnyConfig) -> Engine:

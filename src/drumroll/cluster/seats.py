@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from drumroll.cluster import roles
-from drumroll.cluster.bus import Packing, Parcel, Receiver, Sender
+from drumroll.cluster.bus import Packing, Parcel, Receiver, Sender, settle
 from drumroll.cluster.bus.broadcast import BroadcastReceiver, BroadcastSender, Meeting
 from drumroll.cluster.bus.shared import SharedReceiver, SharedSender
 from drumroll.cluster.devices import Device, Kind
@@ -59,6 +59,7 @@ class LearnerSeat:
         if kind == "shared":
             self._sender = SharedSender(run, packing)
             return None
+        settle(self.learner.working)
         sender = BroadcastSender(Meeting(host, 0, size), packing)
         self._sender = sender
         return sender.meeting

@@ -143,6 +143,7 @@ class Rollouts:
 
     async def take(self, count: int) -> list[Group]:
         """The next `count` useful groups (fewer only when the data ends); surplus at staleness 0 is given up at once."""
+        assert not self._training, "the groups taken before were not told to be trained"
         self._open, self._step_draws = True, 0
         self._wanted = count
         self._advance()

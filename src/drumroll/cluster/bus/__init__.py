@@ -142,6 +142,21 @@ def lend(address: int, size: int, give_back: Callable[[], object]) -> Tensor:
     return torch.frombuffer(held, dtype=torch.uint8)
 
 
+def settle(tensors: Iterable[Tensor]) -> None:
+    """Move tensors next to each other in memory, type by type: neighbours are sent as they lie, without packing."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for (dtype, device), alike in kinds.items():
+        step = ALIGN // dtype.itemsize
+        sizes = [-(-t.numel() // step) * step for t in alike]
+        home = torch.empty(sum(sizes), dtype=dtype, device=device)
+        for tensor, room in zip(alike, home.split(sizes), strict=True):
+            place = room[: tensor.numel()].view(tensor.shape)
+            place.copy_(tensor.data)
+            tensor.data = place
+
+
 class Local:
     """Both sides for engines in the learner's process: nothing moves, and what was received changes with the learner's."""
 

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drumroll.cluster.bus import AS_IS, BusError, Entry, Named, Packing, Parcel, WrongVersion, lend, unpack
+from drumroll.cluster.bus import ALIGN, AS_IS, BusError, Entry, Named, Packing, Parcel, WrongVersion, lend, unpack
 from drumroll.sample import Version
 
 BUCKET = 16 << 20
 IN_FLIGHT = 3
+SMALL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,32 @@ class _Link:
             self._idle.pop(smallest.data_ptr(), None)
 
 
+class _Lying:
+    """Tensors that lie next to each other, as one bucket without a copy."""
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.storage = tensor.untyped_storage()
+        self.begin = int(tensor.storage_offset()) * tensor.itemsize
+        self.manifest = [Entry(name, tensor.dtype, tuple(tensor.shape), 0, tensor.nbytes)]
+
+    def add(self, name: str, tensor: Tensor, limit: int) -> bool:
+        """Whether the tensor is the next neighbour and there is room for it; then it is taken."""
+        begin = int(tensor.storage_offset()) * tensor.itemsize - self.begin
+        end = begin + tensor.nbytes
+        near = 0 <= begin - self.manifest[-1].end < 2 * ALIGN and end <= limit
+        if not near or tensor.untyped_storage().data_ptr() != self.storage.data_ptr():
+            return False
+        self.manifest.append(Entry(name, tensor.dtype, tuple(tensor.shape), begin, end))
+        return True
+
+    def sealed(self, packing: Packing) -> tuple[list[Entry], Tensor]:
+        """The bucket, with checksums if wanted."""
+        size = max(1, self.manifest[-1].end)
+        whole: Any = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        data = whole.set_(self.storage, self.begin, (size,))
+        return [packing.seal(data, entry) for entry in self.manifest], data
+
+
 class BroadcastSender:
     """Sends from a thread of its own, so that the parcel can go ahead and call the receivers."""
 
@@ -179,26 +206,44 @@ class BroadcastSender:
             done.set_exception(error)
 
     def _buckets(self, tensors: Named) -> Iterator[tuple[list[Entry], Tensor]]:
+        """Neighbours in memory go as they lie; what lies alone or must be converted is packed first."""
         data, manifest, end = torch.empty(0), list[Entry](), 0
+        lying: _Lying | None = None
         for name, tensor in tensors:
+            if self._ready(tensor, self.packing.place(name, tensor, 0)):
+                if manifest:
+                    yield manifest, data[: max(end, 1)]
+                    manifest, end = [], 0
+                if lying is None or not lying.add(name, tensor, self.bucket):
+                    if lying is not None:
+                        yield lying.sealed(self.packing)
+                    lying = _Lying(name, tensor)
+                continue
+            if lying is not None:
+                yield lying.sealed(self.packing)
+                lying = None
             entry = self.packing.place(name, tensor, end)
             if manifest and entry.end > self.bucket:
                 yield manifest, data[: max(end, 1)]
                 entry, manifest = self.packing.place(name, tensor, 0), []
-            if entry.end > self.bucket and self._ready(tensor, entry):
-                data, end = tensor.detach().flatten().view(torch.uint8), 0
-                yield [self.packing.seal(data, entry)], data
-                continue
             if not manifest:
                 data = self._link.buffer(max(self.bucket, entry.end))
             manifest.append(self.packing.write(data, entry, tensor))
             end = entry.end
         if manifest:
             yield manifest, data[: max(end, 1)]
+        if lying is not None:
+            yield lying.sealed(self.packing)
 
     def _ready(self, tensor: Tensor, entry: Entry) -> bool:
-        """Whether its bytes can be sent from where they lie."""
-        return tensor.is_contiguous() and tensor.dtype == entry.dtype and tensor.device == torch.device(self.meeting.device)
+        """Whether its bytes can be sent from where they lie: worth it with neighbours, or for a large one."""
+        alone = tensor.untyped_storage().nbytes() < min(self.bucket, SMALL)
+        return (
+            not alone
+            and tensor.is_contiguous()
+            and tensor.dtype == entry.dtype
+            and tensor.device == torch.device(self.meeting.device)
+        )
 
     def close(self) -> None:
         del self._link
