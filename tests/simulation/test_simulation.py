@@ -26,7 +26,7 @@ def test_thousands_of_worlds_hold_every_invariant(request):
     ended = Counter(r.ended for r in reports)
     assert ended["completed"] > 0.9 * count, ended
     met = sum((r.faults for r in reports), Counter())
-    kinds = {"crash", "join", "leave", "network cut", "cut reply", "unreachable", "lost reply", "delayed reply"}
+    kinds = {"crash", "rest", "join", "leave", "network cut", "cut reply", "unreachable", "lost reply", "delayed reply"}
     kinds |= {"duplicated reply", "reward failure", "reward hang", "environment hang", "environment crash", "controller killed"}
     assert kinds <= set(met), kinds - set(met)
     assert max(r.lives for r in reports) > 2

@@ -228,7 +228,7 @@ class World:
                 continue
             self.rejoin()
             alive = [e for e in self.engines.values() if e.alive]
-            kind = self.rng.choice(["crash", "cut", "leave", "join"])
+            kind = self.rng.choice(["crash", "cut", "leave", "join", "rest"])
             if kind == "join" or (len(alive) < 2 and not doomed):
                 if doomed and not alive:
                     continue
@@ -240,6 +240,11 @@ class World:
             elif kind == "crash":
                 self.faults["crash"] += 1
                 self.rng.choice(alive).crash()
+            elif kind == "rest":
+                self.faults["rest"] += 1
+                router, name = self.router, self.rng.choice(alive).name
+                router.rest(name)
+                asyncio.get_running_loop().call_later(self.rng.uniform(1, 10), router.back, name)
             elif kind == "cut":
                 self.faults["network cut"] += 1
                 self.rng.choice(alive).cut_until = asyncio.get_running_loop().time() + self.rng.uniform(1, 10)

@@ -153,3 +153,24 @@ def test_built_ins_never_raise(name, completion, answer):
 def test_number(completion, answer, value):
     assert number(completion, answer) == value
     assert exact(f" {answer}\n", answer) == 1
+
+
+@pytest.mark.parametrize(("says", "reward"), [("Yes.", 1.0), ("no", 0.0), ("0.5 of it", 0.5), ("1", 1.0), ("", 0.0)])
+def test_a_judge_is_asked_about_the_answer(says, reward):
+    from drumroll.rewards import Scorer
+
+    heard = []
+
+    async def ask(question):
+        heard.append(question)
+        return says
+
+    scorer = Scorer({"*": [RewardConfig(use="judge", args={"template": "Q {prompt} A {completion}?"})]}, judge=ask)
+    sample = Sample(Prompt("p", "d", "2+2", (1,)), 0, 0, completion="4")
+    asyncio.run(scorer.score(sample))
+    assert (sample.reward, heard) == (reward, ["Q 2+2 A 4?"])
+
+
+def test_a_reward_that_asks_a_judge_needs_one():
+    with pytest.raises(ConfigError, match=r"reward 'judge' asks a judge, but there is none: name one under roles.judge"):
+        Scorer({"*": [RewardConfig(use="judge")]})

@@ -89,9 +89,8 @@ def open_algorithm(config: AnyConfig) -> Algorithm:
         return Algorithm(AlgorithmConfig(), single_update=True)
     samples = config.rollout.prompts * config.rollout.samples
     single = config.optim.epochs == 1 and (config.optim.minibatch or samples) >= samples
-    same = config.roles.rollout.backend == "native"
     stale = config.rollout.max_staleness > 0
-    return Algorithm(config.algorithm, single_update=single and same, longest=config.rollout.max_tokens, stale=stale)
+    return Algorithm(config.algorithm, single_update=single, longest=config.rollout.max_tokens, stale=stale)
 
 
 def context_length(config: AnyConfig) -> int:
