@@ -7,6 +7,7 @@ import os
 from drumroll.cluster.devices import DeviceRequest, Kind, Layout, Pool, lay_out
 from drumroll.config import AnyConfig, RLConfig
 from drumroll.config.algorithm import WITH_CRITIC
+from drumroll.errors import ConfigError
 
 
 def requests(config: AnyConfig) -> list[DeviceRequest]:
@@ -30,17 +31,27 @@ def _adapters_off(config: RLConfig) -> bool:
     return config.roles.actor.lora is not None and config.roles.reference.model is None
 
 
-def pool_of(config: AnyConfig, cluster: Pool | None) -> Pool | None:
-    """The devices that the config asks for; None takes those of the cluster."""
+def pool_of(config: AnyConfig, gpus: int) -> Pool:
+    """The devices of this machine, which has so many GPUs, as the config asks for them."""
     wanted, cores = config.cluster, os.cpu_count() or 1
-    if cluster is not None and wanted.devices is None:
-        return None
-    count = wanted.devices or 1
-    kind = Kind(wanted.kind) if wanted.kind != "auto" else (cluster.devices[0].kind if cluster else Kind.CPU)
+    kind = Kind(wanted.kind) if wanted.kind != "auto" else (Kind.CUDA if gpus else Kind.CPU)
+    if kind is Kind.CUDA and (wanted.devices or 1) > gpus:
+        raise ConfigError(f"cluster.devices: {wanted.devices or 1} GPUs were asked for, but this machine has {gpus}.")
+    count = wanted.devices or (gpus if kind is Kind.CUDA else 1)
     return Pool.of([{kind: count}], wanted.threads or (1 if kind is Kind.CUDA else max(1, cores // count)))
 
 
 def planned(config: AnyConfig) -> Layout | None:
-    """The layout as far as it is known without the cluster; None on the local runtime, or where the cluster decides."""
-    pool = pool_of(config, None) if config.cluster.runtime == "ray" else None
-    return lay_out(pool, requests(config)) if pool is not None and config.cluster.devices else None
+    """The layout as far as it is known without the cluster; None on the local runtime, or where a cluster is joined."""
+    if config.cluster.runtime != "ray" or joins(config):
+        return None
+    try:
+        gpus = len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        gpus = 0
+    return lay_out(pool_of(config, gpus), requests(config))
+
+
+def joins(config: AnyConfig) -> bool:
+    """Whether the run joins a cluster, instead of starting one here."""
+    return bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))

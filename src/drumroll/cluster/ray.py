@@ -192,12 +192,22 @@ def _nodes() -> list[dict[str, Any]]:
     return sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"]))
 
 
-def pool_of_cluster(threads: int = 1) -> Pool:
-    """All GPUs of the cluster; where there is none, its CPUs in slots of so many threads."""
+def pool_of_cluster(kind: str = "auto", count: int | None = None, threads: int = 0) -> Pool:
+    """Devices of the cluster, machine by machine: all its GPUs, or where there is none a slot a machine; or so many."""
     have = [node["Resources"] for node in _nodes()]
-    gpus = [{Kind.CUDA: int(r.get("GPU", 0))} for r in have]
-    slots = [{Kind.CPU: int(r.get("CPU", 0)) // threads} for r in have]
-    return Pool.of(gpus if any(n[Kind.CUDA] for n in gpus) else slots, threads)
+    gpus = [int(r.get("GPU", 0)) for r in have]
+    cuda = kind == "cuda" or (kind == "auto" and any(gpus))
+    each = threads or (1 if cuda else max(1, int(sum(r.get("CPU", 0) for r in have) // (count or len(have)))))
+    room = gpus if cuda else [int(r.get("CPU", 0) // each) for r in have]
+    total = sum(room) if cuda else len(have)
+    left, taken = total if count is None else count, list[int]()
+    if left > sum(room):
+        what = "GPUs" if cuda else f"slots of {each} CPU threads"
+        raise ClusterError(f"cluster.devices asks for {left} {what}, but the cluster has {sum(room)}.")
+    for places in room:
+        taken.append(min(places, left) if count is not None or cuda else min(places, 1))
+        left -= taken[-1]
+    return Pool.of([{Kind.CUDA if cuda else Kind.CPU: n} for n in taken], each)
 
 
 @dataclass(slots=True)

@@ -7,13 +7,13 @@ on; a lost learner ends it. Engines on devices that also train rest while an upd
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -22,7 +22,7 @@ from drumroll.cluster.desk import Desk
 from drumroll.cluster.devices import Device, Layout, lay_out
 from drumroll.cluster.group import Role
 from drumroll.cluster.host import WorkerLost
-from drumroll.cluster.layout import pool_of, requests
+from drumroll.cluster.layout import joins, pool_of, requests
 from drumroll.cluster.ray import RayGroup, RayRuntime, pool_of_cluster
 from drumroll.cluster.seats import EngineSeat, LearnerSeat, PoolSeat, RemotePool, make_seat
 from drumroll.cluster.workers import Workers, configure_torch, open_algorithm
@@ -39,16 +39,17 @@ URGENT = ("abort", "interrupt", "set_version", "memory")
 
 async def open_remote(config: AnyConfig) -> RemoteWorkers:
     """Join or start the cluster, lay the roles out, and start them."""
-    threads = config.cluster.threads or os.cpu_count() or 1
-    joined = config.cluster.address or os.environ.get("RAY_ADDRESS")
-    pool = pool_of(config, None) if not joined else None
-    lay_out(pool, requests(config)) if pool is not None else None  # mistakes are told before anything starts
+    pool = None
+    if not joins(config):  # mistakes are told before anything starts
+        pool = pool_of(config, torch.cuda.device_count())
+        lay_out(pool, requests(config))
+    wanted = config.cluster
     runtime = RayRuntime(
         pool,
         name=config.name,
-        address=config.cluster.address,
-        seconds=config.cluster.start_timeout,
-        choose=lambda: pool_of(config, pool_of_cluster(threads)) or pool_of_cluster(threads),
+        address=wanted.address,
+        seconds=wanted.start_timeout,
+        choose=lambda: pool_of_cluster(wanted.kind, wanted.devices, wanted.threads),
     )
     try:
         workers = RemoteWorkers(config, runtime)
@@ -189,7 +190,7 @@ class RemoteWorkers(Workers):
     async def _open_bus(self, ranks: list[int]) -> None:
         """Connect the actor's first rank with these engines, by shared memory if all are on its machine."""
         actor = self._actors.devices[0]
-        nodes = {d.node for d in [actor, *(self._engines.devices[r] for r in ranks)] if d is not None}
+        nodes = {self.runtime.host_of(d) for d in [actor, *(self._engines.devices[r] for r in ranks)]}
         kind = self.config.cluster.bus if self.config.cluster.bus != "auto" else ("shared" if len(nodes) == 1 else "broadcast")
         packing = Packing(checksum=self.config.cluster.checksum)
         host = self.runtime.host_of(actor)
