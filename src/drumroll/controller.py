@@ -31,14 +31,15 @@ async def train(session: Session, config: RLConfig, rollouts: Rollouts) -> None:
             metrics = describe(groups, rollouts.version)
             metrics |= rollouts.stats.metrics(stable=config.deterministic) | rollouts.source.metrics()
 
-            async with session.stage("infer"):
-                batch = await pack(workers, groups, oldest=rollouts.oldest_trainable())
-                batch = await infer(workers, batch, temperature)
-                batch, found = await advantages(workers, batch, memory)
-                metrics |= found
+            async with workers.training():  # devices shared with generation are given over
+                async with session.stage("infer"):
+                    batch = await pack(workers, groups, oldest=rollouts.oldest_trainable())
+                    batch = await infer(workers, batch, temperature)
+                    batch, found = await advantages(workers, batch, memory)
+                    metrics |= found
 
-            async with session.stage("train"):
-                metrics |= await update(workers, batch, temperature, idle=session.step < config.algorithm.critic_first)
+                async with session.stage("train"):
+                    metrics |= await update(workers, batch, temperature, idle=session.step < config.algorithm.critic_first)
 
             async with session.stage("publish"):
                 await publish(workers, session.step + 1)

@@ -104,12 +104,11 @@ async def advantages(workers: Workers, batch: Batch, memory: Memory) -> tuple[Ba
 
 async def update(workers: Workers, batch: Batch, temperature: float, *, idle: bool = False) -> Metrics:
     """Train the critic, if there is one, and the actor on a batch; `idle` leaves the actor as it is."""
-    async with workers.training():
-        metrics: Metrics = {}
-        if workers.critic is not None:
-            metrics |= await train(workers.critic, await workers.desk.keep(0, Desk.critic_work, batch))
-        work = await workers.desk.keep(0, Desk.actor_work, batch, temperature, idle)
-        return metrics | await train(workers.actor, work)
+    metrics: Metrics = {}
+    if workers.critic is not None:
+        metrics |= await train(workers.critic, await workers.desk.keep(0, Desk.critic_work, batch))
+    work = await workers.desk.keep(0, Desk.actor_work, batch, temperature, idle)
+    return metrics | await train(workers.actor, work)
 
 
 async def train(group: WorkerGroup[Learner], work: Update) -> Metrics:

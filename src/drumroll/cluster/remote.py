@@ -148,12 +148,18 @@ class RemoteWorkers(Workers):
             self.notify(str(lost))
             if not self.config.cluster.replace_engines:
                 return
-            await self._engines.replace(rank, self._living(rank))
-            self._lost.discard(rank)
-            async with self._publishing:
-                self._members = frozenset()
-                await self._send()
-            await self._join(self.router, self._engines, rank)
+            try:
+                await self._engines.replace(rank, self._living(rank))
+                async with self._publishing:
+                    self._lost.discard(rank)
+                    self._members = frozenset()  # the new process has not been on the bus
+                    await self._send()
+                if rank not in self._lost:
+                    await self._join(self.router, self._engines, rank)
+            except Exception as error:
+                self._lost.add(rank)
+                self.notify(f"rollout rank {rank} could not be started again: {error}")
+                return
 
     def _living(self, rank: int) -> Device | None:
         """Where to start an engine anew: its own device, or another of its role if that one's node is gone."""

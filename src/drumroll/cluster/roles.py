@@ -66,7 +66,8 @@ def make_engine(config: AnyConfig) -> Engine:
 
     sizes = {f"{name}_parallel_size": size for name, size in role.parallel.items()}
     lora = {} if actor.lora is None else {"enable_lora": True, "max_lora_rank": max(8, actor.lora.rank)}
-    options = {"dtype": actor.dtype, **sizes, **lora, **role.options}
+    naps = {"enable_sleep_mode": True} if actor.device.startswith("cuda") else {}
+    options = {"dtype": actor.dtype, **sizes, **lora, **naps, **role.options}
     slots, context = role.slots, context_length(config)
     name = config.role_model("actor")
     path = Path(name).expanduser()
