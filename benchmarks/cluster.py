@@ -70,11 +70,11 @@ async def samples(group: RayGroup[Any]) -> float:
     router.join("engine-0", generate, 256)
     rollouts = Rollouts(config, 0, SimSource(), router, InstantScorer(), lambda tokens: "")
     rollouts.trained(await rollouts.take(config.prompts))
-    rollouts.publish(1)
+    rollouts.publish(0)  # the instant engine's weights never change
     began, steps = time.process_time(), 8
-    for step in range(steps):
+    for _ in range(steps):
         groups = await rollouts.take(config.prompts)
-        rollouts.publish(step + 2)
+        rollouts.publish(0)
         rollouts.trained(groups)
     spent = time.process_time() - began
     await rollouts.close()

@@ -404,7 +404,7 @@ def test_buckets_hold_every_tensor_once_and_keep_their_size():
 
 
 def test_settled_tensors_are_sent_from_where_they_lie():
-    sender = BroadcastSender(Meeting("127.0.0.1", 0, 1))
+    sender = BroadcastSender(Meeting("127.0.0.1", 0, 1), bucket=16 << 20)
     sent = {f"{i}": torch.randn(1000, 300) for i in range(20)}
     settle(sent.values())
     home = sent["0"].untyped_storage()

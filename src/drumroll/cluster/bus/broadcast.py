@@ -25,7 +25,7 @@ from torch import Tensor
 from drumroll.cluster.bus import ALIGN, AS_IS, BusError, Entry, Named, Packing, Parcel, WrongVersion, lend, unpack
 from drumroll.sample import Version
 
-BUCKET = 16 << 20
+BUCKET = 64 << 20
 IN_FLIGHT = 3
 SMALL = 1 << 20
 
