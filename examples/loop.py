@@ -71,7 +71,7 @@ async def infer(config: RLConfig, workers: Workers, algorithm: Algorithm, batch:
     if "old log-probs" in algorithm.needs:
         old = await workers.actor.call(0, Learner.logprobs, batch, temperature)
     if "reference" in algorithm.needs and workers.reference is not None:
-        reference = await workers.reference.call(0, Learner.logprobs, batch, temperature)
+        reference = await workers.reference.call(0, Learner.reference_logprobs, batch, temperature)
     return batch.with_(old=old, reference=reference)
 
 

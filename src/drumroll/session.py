@@ -148,7 +148,7 @@ class Session:
             if self.ledger is not None:
                 self.ledger.commit(self.step, self.run.checkpoints.path(self.step))
         with new_folder(self.run.model_path) as folder:
-            await self.workers.actor.call(0, Learner.export, folder)
+            await self.workers.actor.call(0, Learner.export, folder.absolute())
         self._close_ledger()
         self.run.write_summary(self.summary())
         write_report(self.run)
@@ -217,7 +217,7 @@ class Session:
             async def write(folder: Path) -> None:
                 for part, group in self.workers.learners().items():
                     (folder / part).mkdir(exist_ok=True)
-                    await group.call(0, Learner.save, folder / part)
+                    await group.call(0, Learner.save, (folder / part).absolute())
 
             await self.run.checkpoints.save(self.step, write, state)
 
@@ -233,7 +233,7 @@ class Session:
             self.ledger.resume(step)
         state = self.run.checkpoints.state(step)
         for part, group in self.workers.learners().items():
-            await group.broadcast(Learner.load, self.run.checkpoints.path(step) / part)
+            await group.broadcast(Learner.load, (self.run.checkpoints.path(step) / part).absolute())
         await self.workers.publish(step)
         for name, resumable in self._resumable.items():
             resumable.restore(state["loop"][name])

@@ -10,13 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from drumroll.algorithms import OLD, REFERENCE, VALUES
+from drumroll.algorithms import GREEDY, OLD, REFERENCE, VALUES
 from drumroll.batch import Batch
 from drumroll.cluster.desk import Desk, Memory
 from drumroll.cluster.group import WorkerGroup
 from drumroll.cluster.workers import Workers, open_workers
 from drumroll.config import AnyConfig, RLConfig
-from drumroll.config.algorithm import WITH_GREEDY
 from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
@@ -51,7 +50,7 @@ def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listen
     """The stream of scored groups."""
     scorer = open_scorer(config, workers, config.rollout)
     source = PromptSource(config.data, config.seed, Renderer(workers.tokenizer), scorer.required_columns)
-    greedy = config.algorithm.advantage in WITH_GREEDY
+    greedy = GREEDY in workers.needs
     return Rollouts(
         config.rollout, config.seed, source, workers.router, scorer, decoder(workers), greedy=greedy, listeners=listeners
     )

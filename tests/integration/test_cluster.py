@@ -220,7 +220,7 @@ def test_a_killed_learner_ends_the_run_with_one_sentence(small, monkeypatch):
             "ask for 5 devices by count, but only 4 of 4",
         ),
         (
-            {"cluster": ONE | {"devices": 3}, "roles": {"rollout": {"parallel": {"tensor": 2}}}},
+            {"cluster": ONE | {"devices": 3}, "roles": {"rollout": {"backend": "vllm", "parallel": {"tensor": 2}}}},
             "tensor 2 does not divide 3 devices",
         ),
     ],

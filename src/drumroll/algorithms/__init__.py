@@ -113,7 +113,8 @@ class Algorithm:
             rewards = rewards - sums_by(cost, sample_of, batch.num_samples)
         values = None if batch.values is None else batch.values[mask].double()
         greedy = None if batch.greedy is None else shape_alone(batch.greedy, self.config)
-        return Scores(rewards, batch.group_of, batch.policy_lengths(), self.config, greedy, token_rewards, values, trace_of)
+        passed, lengths = batch.rewards > 0, batch.policy_lengths()
+        return Scores(rewards, batch.group_of, lengths, self.config, greedy, token_rewards, values, trace_of, passed)
 
     @staticmethod
     def _moved(tokens: Tensor, batch: Batch) -> Tensor:

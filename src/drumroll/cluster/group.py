@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
+from drumroll.cluster.host import WorkerLost
 from drumroll.errors import Interrupted
 
 W = TypeVar("W")
@@ -85,11 +86,11 @@ class WorkerGroup(ABC, Generic[W]):
 
 
 async def _together(*calls: Coroutine[Any, Any, R]) -> list[R]:
-    """All results; of several failures the one that tells most (ranks that stopped because another did say less)."""
+    """All results; of several failures the one that tells most: a lost worker, then what is not just its consequence."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     failures = [r for r in results if isinstance(r, BaseException)]
     if failures:
-        raise next((f for f in failures if not isinstance(f, Interrupted)), failures[0])
+        raise min(failures, key=lambda f: 0 if isinstance(f, WorkerLost) else 2 if isinstance(f, Interrupted) else 1)
     return [r for r in results if not isinstance(r, BaseException)]
 
 

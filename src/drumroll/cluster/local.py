@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from typing_extensions import override
 
+from drumroll.algorithms import VALUES
 from drumroll.cluster.desk import Desk
 from drumroll.cluster.group import LocalGroup, Role
 from drumroll.cluster.memory import peak_gb
@@ -19,7 +20,6 @@ from drumroll.cluster.pool import KillablePool
 from drumroll.cluster.roles import make_actor, make_critic, make_judge, make_reference, native_engine
 from drumroll.cluster.workers import Workers, configure_torch, open_algorithm
 from drumroll.config import AnyConfig, RLConfig
-from drumroll.config.algorithm import WITH_CRITIC
 from drumroll.engines import Completion, Engine, EngineLost, Request
 from drumroll.learners import Learner
 from drumroll.models import attention
@@ -54,7 +54,7 @@ class LocalWorkers(Workers):
         if rl is not None and rl.algorithm.needs_reference():
             same = rl.roles.actor.lora is not None and rl.roles.reference.model is None
             self.reference = self.actor if same else LocalGroup(Role.REFERENCE, [make_reference(rl)])
-        if rl is not None and rl.algorithm.advantage in WITH_CRITIC:
+        if rl is not None and VALUES in self.needs:
             self._trained.append(make_critic(rl))
             self.critic = LocalGroup(Role.CRITIC, self._trained[1:])
         if config.roles.judge is not None:

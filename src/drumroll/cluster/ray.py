@@ -197,8 +197,10 @@ def pool_of_cluster(kind: str = "auto", count: int | None = None, threads: int =
     have = [node["Resources"] for node in _nodes()]
     gpus = [int(r.get("GPU", 0)) for r in have]
     cuda = kind == "cuda" or (kind == "auto" and any(gpus))
-    each = threads or (1 if cuda else max(1, int(sum(r.get("CPU", 0) for r in have) // (count or len(have)))))
-    room = gpus if cuda else [int(r.get("CPU", 0) // each) for r in have]
+    cores = [int(r.get("CPU", 0)) for r in have]
+    fits = (t for t in range(max(cores), 0, -1) if sum(c // t for c in cores) >= (count or len(have)))
+    each = threads or (1 if cuda else next(fits, 1))
+    room = gpus if cuda else [c // each for c in cores]
     total = sum(room) if cuda else len(have)
     left, taken = total if count is None else count, list[int]()
     if left > sum(room):

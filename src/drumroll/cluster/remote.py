@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from drumroll.cluster.bus import Packing
-from drumroll.cluster.desk import Desk
+from drumroll.cluster.bus import BusError, Packing
 from drumroll.cluster.devices import Device, Layout, lay_out
 from drumroll.cluster.group import Role
 from drumroll.cluster.host import WorkerLost
 from drumroll.cluster.layout import joins, pool_of, requests
 from drumroll.cluster.ray import RayGroup, RayRuntime, pool_of_cluster
-from drumroll.cluster.seats import EngineSeat, LearnerSeat, PoolSeat, RemotePool, make_seat
+from drumroll.cluster.seats import EngineSeat, LearnerSeat, PoolSeat, RemotePool, make_desk, make_seat
 from drumroll.cluster.workers import Workers, configure_torch, open_algorithm
 from drumroll.config import AnyConfig, RLConfig
 from drumroll.engines import Completion, Engine, EngineLost, Request
@@ -96,7 +95,7 @@ class RemoteWorkers(Workers):
             self._judges = self._group(Role.JUDGE, "make_judge", list(self.layout.devices["judge"]), then="the run stops")
         algorithm = open_algorithm(config)
         self.needs = algorithm.needs
-        self.desk = RayGroup(self.runtime, Role.DESK, [partial(Desk, algorithm)], deadline=config.cluster.call_timeout)
+        self.desk = RayGroup(self.runtime, Role.DESK, [partial(make_desk, config)], deadline=config.cluster.call_timeout)
 
     def _group(self, role: Role, make: str, devices: list[Device], *, then: str, **more: Any) -> RayGroup[Any]:
         count, deadline = len(devices), self.config.cluster.call_timeout
@@ -178,33 +177,41 @@ class RemoteWorkers(Workers):
 
     async def _send(self) -> None:
         """The actor's weights to all engines; its count of updates is their version."""
-        ranks = [r for r in range(self.rollout.size) if r not in self._lost]
-        if frozenset(ranks) != self._members:
-            await self._open_bus(ranks)
-        parcel = await self._actors.call(0, LearnerSeat.send)
-        loads = (self._engines.call(r, EngineSeat.receive, parcel, recompute=self._recompute) for r in ranks)
-        results = await asyncio.gather(*loads, return_exceptions=True)
+        for _ in range(1 + self.rollout.size):  # once more for each engine that may be lost on the way
+            ranks = [r for r in range(self.rollout.size) if r not in self._lost]
+            if frozenset(ranks) != self._members and not await self._open_bus(ranks):
+                continue
+            parcel = await self._actors.call(0, LearnerSeat.send)
+            loads = (self._engines.call(r, EngineSeat.receive, parcel, recompute=self._recompute) for r in ranks)
+            if self._all_there(ranks, await asyncio.gather(*loads, return_exceptions=True)):
+                await self._actors.call(0, LearnerSeat.sent)
+                return
+
+    def _all_there(self, ranks: list[int], results: list[Any]) -> bool:
+        """Whether all engines answered. Those that are lost leave the bus, and `_watch` takes care of them."""
         for rank, result in zip(ranks, results, strict=True):
             if isinstance(result, (WorkerLost, EngineLost)):
-                self._lost.add(rank)  # `_watch` takes care of it
-                self._members = frozenset()
-            elif isinstance(result, BaseException):
+                self._lost.add(rank)
+            elif isinstance(result, BaseException) and not isinstance(result, BusError):
                 raise result
-        if self._members:
-            await self._actors.call(0, LearnerSeat.sent)
+        if any(isinstance(result, BaseException) for result in results):
+            self._members = frozenset()
+            return False
+        return True
 
-    async def _open_bus(self, ranks: list[int]) -> None:
-        """Connect the actor's first rank with these engines, by shared memory if all are on its machine."""
+    async def _open_bus(self, ranks: list[int]) -> bool:
+        """Connect the actor's first rank with these engines, by shared memory if all are on its machine; whether all came."""
         actor = self._actors.devices[0]
         nodes = {self.runtime.host_of(d) for d in [actor, *(self._engines.devices[r] for r in ranks)]}
         kind = self.config.cluster.bus if self.config.cluster.bus != "auto" else ("shared" if len(nodes) == 1 else "broadcast")
         packing = Packing(checksum=self.config.cluster.checksum)
         host = self.runtime.host_of(actor)
         meeting = await self._actors.call(0, LearnerSeat.open_bus, kind, self.runtime.name, packing, 1 + len(ranks), host)
-        await asyncio.gather(
-            *(self._engines.call(rank, EngineSeat.open_bus, kind, meeting, 1 + place) for place, rank in enumerate(ranks))
-        )
+        joins = (self._engines.call(rank, EngineSeat.open_bus, kind, meeting, 1 + i) for i, rank in enumerate(ranks))
+        if not self._all_there(ranks, await asyncio.gather(*joins, return_exceptions=True)):
+            return False
         self._members = frozenset(ranks)
+        return True
 
     # --- turns on shared devices ---
 
@@ -216,16 +223,15 @@ class RemoteWorkers(Workers):
         lent = [r for r, devices in enumerate(replicas) if r not in self._lost and trained & {d.index for d in devices}]
         for rank in lent:
             self.router.rest(_name(Role.ROLLOUT, rank))
-        with suppress(WorkerLost):
-            await asyncio.gather(*(self.rollout.call(rank, Engine.sleep) for rank in lent))
+        await asyncio.gather(*(self.rollout.call(rank, Engine.sleep) for rank in lent), return_exceptions=True)
         await asyncio.gather(*(group.broadcast(Learner.reload) for group in self.learners().values()))
         try:
             yield
         finally:
-            with suppress(WorkerLost):
-                if lent:
+            if lent:
+                with suppress(WorkerLost):
                     await asyncio.gather(*(group.broadcast(Learner.offload) for group in self.learners().values()))
-                await asyncio.gather(*(self.rollout.call(rank, Engine.wake) for rank in lent))
+            await asyncio.gather(*(self.rollout.call(rank, Engine.wake) for rank in lent), return_exceptions=True)
             for rank in lent:
                 self.router.back(_name(Role.ROLLOUT, rank))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -11,12 +12,13 @@ from drumroll.cluster import roles
 from drumroll.cluster.bus import Packing, Parcel, Receiver, Sender, settle
 from drumroll.cluster.bus.broadcast import BroadcastReceiver, BroadcastSender, Meeting
 from drumroll.cluster.bus.shared import SharedReceiver, SharedSender
+from drumroll.cluster.desk import Desk
 from drumroll.cluster.devices import Device, Kind
 from drumroll.cluster.host import WorkerLost
 from drumroll.cluster.memory import peak_gb
 from drumroll.cluster.pool import KillablePool
 from drumroll.cluster.ray import RayGroup
-from drumroll.cluster.workers import configure_torch
+from drumroll.cluster.workers import configure_torch, open_algorithm
 from drumroll.config import AnyConfig
 from drumroll.engines import Completion, Engine, Request
 from drumroll.learners.ranks import Ranks
@@ -28,6 +30,7 @@ def make_seat(
     make: str, config: AnyConfig, device: Device, rank: int, count: int, meeting: tuple[str, int] | None = None
 ) -> LearnerSeat | EngineSeat:
     """Make the worker of a role on its device, in this process. A GPU is the only one this process sees."""
+    sys.path[:0] = [path for path in config.import_from if path not in sys.path]
     configure_torch(config, device.threads)
     where = "cuda" if device.kind is Kind.CUDA else "cpu"
     sections = {name: getattr(config.roles, name) for name in ("actor", "reference", "critic", "judge")}
@@ -39,6 +42,12 @@ def make_seat(
     if meeting is not None and make != "make_reference":
         ranks = Ranks.meet(rank, count, *meeting, device=where, seconds=config.cluster.call_timeout)
     return LearnerSeat(getattr(roles, make)(config, ranks))
+
+
+def make_desk(config: AnyConfig) -> Desk:
+    """The desk, which looks a user's own parts up as every worker does."""
+    sys.path[:0] = [path for path in config.import_from if path not in sys.path]
+    return Desk(open_algorithm(config))
 
 
 class LearnerSeat:
@@ -60,7 +69,7 @@ class LearnerSeat:
             self._sender = SharedSender(run, packing)
             return None
         settle(self.learner.working)
-        sender = BroadcastSender(Meeting(host, 0, size), packing)
+        sender = BroadcastSender(Meeting(host, 0, size, seconds=120.0), packing)
         self._sender = sender
         return sender.meeting
 

@@ -74,6 +74,15 @@ class RunConfig(Section):
                     )
             if self.roles.rollout.backend == "vllm":
                 raise ValueError("roles.rollout.backend: vllm runs in processes of its own, so it needs cluster.runtime: ray")
+        rollout = self.roles.rollout
+        if rollout.backend == "native" and (rollout.parallel or rollout.options):
+            raise ValueError(
+                "roles.rollout.parallel and roles.rollout.options are vLLM's; they need roles.rollout.backend: vllm"
+            )
+        if rollout.backend == "vllm" and self.deterministic:
+            raise ValueError(
+                "deterministic: true needs roles.rollout.backend: native, because vLLM's batches decide its last digits"
+            )
         best = self.eval.best_by
         if best is not None and best not in self.eval.sets:
             raise ValueError(f"eval.best_by is '{best}', but eval.sets has {sorted(self.eval.sets)}")

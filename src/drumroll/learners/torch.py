@@ -209,6 +209,10 @@ class TorchLearner:
                 working.grad = None
         self.ranks.add([master.grad for master in self.master if master.grad is not None])
         norm = torch.nn.utils.clip_grad_norm_(self.master, self.config.grad_clip or math.inf)
+        if not torch.isfinite(norm):
+            raise AlgorithmError(
+                f"the gradient at step {self.step + 1} has norm {norm.item()} though the loss is finite; the weights were left as they are."
+            )
         lr = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -103,8 +103,8 @@ class Evaluator:
                 done = await self.router.generate(request, sample.prompt.id, request.place, math.inf, lambda: None)
                 break
             except EngineLost:
-                if self.router.hopeless is not None or not self.router.routes:
-                    raise NoEngines("no engine is alive to evaluate with.") from None
+                if self.router.hopeless is not None:
+                    raise NoEngines(f"the evaluation cannot go on: {self.router.hopeless}") from None
         trace = Trace()
         trace.extend(list(request.tokens), Owner.PROMPT)
         trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)

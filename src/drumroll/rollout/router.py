@@ -71,6 +71,7 @@ class Router:
         self.leave(name)
         route = Route(name, generate, capacity, interrupt)
         self.routes[name] = route
+        self.hopeless = None
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -103,6 +104,10 @@ class Router:
         self.hopeless = NoEngines(
             f"no engine has been alive for {self.engine_timeout:g} s; {len(self._waiting)} samples wait for one."
         )
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
+            if not waiter.granted.done():
+                waiter.granted.set_exception(EngineLost(str(self.hopeless)))
         self.on_hopeless()
 
     def pause(self) -> None:
@@ -146,6 +151,8 @@ class Router:
         return sum(route.running for route in self.routes.values())
 
     async def _acquire(self, key: Hashable, priority: int) -> Route:
+        if self.hopeless is not None:
+            raise EngineLost(str(self.hopeless))
         route = None if self._waiting else self._pick(key)
         if route is None:
             waiter = _Waiter(priority, next(self._count), asyncio.get_running_loop().create_future(), key)
@@ -153,7 +160,7 @@ class Router:
             try:
                 return await waiter.granted
             except asyncio.CancelledError:
-                if waiter.granted.done() and not waiter.granted.cancelled():
+                if waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None:
                     self._release(waiter.granted.result())
                 raise
         return self._take(route, key)

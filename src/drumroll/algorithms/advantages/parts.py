@@ -26,6 +26,11 @@ class Scores:
     token_rewards: Tensor | None = None  # [trained tokens] penalties, and the outcome at each trace's last one
     values: Tensor | None = None  # [trained tokens] the critic's; with needs=("values",)
     trace_of: Tensor | None = None  # [trained tokens]
+    passed: Tensor | None = None  # [samples] whether the reward was above 0, before anything was taken from it
+
+    def successes(self) -> Tensor:
+        """[samples] whether a sample passed."""
+        return self.rewards > 0 if self.passed is None else self.passed
 
 
 Estimator = Callable[[Scores], Tensor]

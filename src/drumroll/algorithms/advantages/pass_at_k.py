@@ -14,7 +14,7 @@ def pass_at_k(scores: Scores) -> Tensor:
     result = torch.zeros_like(scores.rewards)
     for group in scores.group_of.unique().tolist():
         members = (scores.group_of == group).nonzero()[:, 0]
-        passed = scores.rewards[members] > 0
+        passed = scores.successes()[members]
         size, failed = len(members), int((~passed).sum())
         k = min(scores.config.pass_k, size)
         mean = 1 - math.comb(failed, k) / math.comb(size, k)
