@@ -167,7 +167,7 @@ class _Lying:
 
     def sealed(self, packing: Packing) -> tuple[list[Entry], Tensor]:
         """The bucket, with checksums if wanted."""
-        size = max(1, self.manifest[-1].end)
+        size = self.manifest[-1].end
         whole: Any = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         data = whole.set_(self.storage, self.begin, (size,))
         return [packing.seal(data, entry) for entry in self.manifest], data
@@ -237,13 +237,9 @@ class BroadcastSender:
 
     def _ready(self, tensor: Tensor, entry: Entry) -> bool:
         """Whether its bytes can be sent from where they lie: worth it with neighbours, or for a large one."""
-        alone = tensor.untyped_storage().nbytes() < min(self.bucket, SMALL)
-        return (
-            not alone
-            and tensor.is_contiguous()
-            and tensor.dtype == entry.dtype
-            and tensor.device == torch.device(self.meeting.device)
-        )
+        if not tensor.numel() or tensor.untyped_storage().nbytes() < min(self.bucket, SMALL):
+            return False
+        return tensor.is_contiguous() and tensor.dtype == entry.dtype and tensor.device == torch.device(self.meeting.device)
 
     def close(self) -> None:
         del self._link
