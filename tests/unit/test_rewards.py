@@ -90,7 +90,7 @@ def test_the_pool_goes_on_after_hangs_and_crashes(mine):
         pool = KillablePool(2)
         try:
             return await asyncio.gather(
-                *(pool.call(f"{name}:f", {"n": n}, 0.6) for n in range(18)), return_exceptions=True
+                *(pool.call(f"{name}:f", {"n": n}, 2.5) for n in range(18)), return_exceptions=True
             ), pool.restarts
         finally:
             await pool.close()
