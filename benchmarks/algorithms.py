@@ -30,7 +30,8 @@ two tasks for {steps} steps of 32 prompts × 8 samples, from the same start, wit
 schedule (the critic of `ppo`: 1e-3). The task is small: the table shows that each algorithm learns, not which is best.
 
 *Before* and *after* are held-out greedy accuracy, the mean of both tasks and all seeds; *worst* is the smallest gain of a
-seed; *steps to 0.8* is the median over seeds, measured every {every} steps.
+seed; *steps to 0.8* is the median over seeds, measured every {every} steps. *Seconds* are as measured: alone on the
+machine they say something, beside other work they do not.
 
 | algorithm | before | after | gain | worst | steps to 0.8 | seconds a run |
 |---|---|---|---|---|---|---|
