@@ -12,7 +12,7 @@ from drumroll.batch import pack
 from drumroll.config.optim import OptimConfig
 from drumroll.engines import EngineLost, Request, Sampling
 from drumroll.engines.native import NativeEngine
-from drumroll.engines.sampler import choose, keyed_uniform
+from drumroll.engines.sampler import Restriction, choose, keyed_uniform
 from drumroll.learners.torch import TorchLearner
 from drumroll.models.loading import load
 from drumroll.sample import Group, Owner, Prompt, Sample, StopReason, Trace
@@ -295,11 +295,14 @@ def test_extreme_uniforms_stay_in_range():
         assert torch.isfinite(logprobs).all(), (u, tokens)
 
 
-def test_top_k_and_top_p_restrict():
+def test_top_k_top_p_and_min_p_restrict():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).expand(2000, -1)
     uniform = torch.from_numpy(keyed_uniform(np.arange(2000, dtype=np.uint64), np.zeros(2000, dtype=np.uint64)))
     ones = torch.ones(2000)
-    top2, _ = choose(logits, ones, uniform, ones, torch.full((2000,), 2))
+    none = torch.zeros(2000, dtype=torch.int64)
+    top2, _ = choose(logits, ones, uniform, Restriction(ones, none + 2, ones * 0))
     assert set(top2.tolist()) == {0, 1}
-    nucleus, _ = choose(logits, ones, uniform, torch.full((2000,), 0.8), torch.zeros(2000, dtype=torch.int64))
+    nucleus, _ = choose(logits, ones, uniform, Restriction(ones * 0.8, none, ones * 0))
     assert set(nucleus.tolist()) == {0, 1}
+    likely, _ = choose(logits, ones, uniform, Restriction(ones, none, ones * 0.2))
+    assert set(likely.tolist()) == {0, 1, 2}
