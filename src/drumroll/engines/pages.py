@@ -13,6 +13,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 
 @dataclass(slots=True, eq=False)
 class Page:
@@ -182,14 +184,18 @@ class FixedPages(Pages):
         self.per_slot = per_slot
         self.slots = slots
 
+    @override
     def available(self) -> int:
         return self.slots * self.per_slot
 
+    @override
     def match(self, tokens: Sequence[int], slot: int) -> Chain:
         return Chain(slot)
 
+    @override
     def release(self, chain: Chain) -> None:
         pass
 
+    @override
     def _add_page(self, chain: Chain, first: int) -> None:
         chain.add(Page(chain.slot * self.per_slot + len(chain.pages)), 0)
