@@ -99,7 +99,7 @@ def main() -> None:
     engine = NativeEngine(model, slots=PROMPTS * SAMPLES, context=512)
     ours(engine, prompts(model, 99)[:1] * PROMPTS, 1, 99)
     started = time.perf_counter()
-    facts = {"model": Path(given.model).name, "dtype": given.dtype, "threads": torch.get_num_threads()}
+    facts: dict[str, Any] = {"model": Path(given.model).name, "dtype": given.dtype, "threads": torch.get_num_threads()}
     figure("engine/start_seconds", started - began, "s", goal=3, at_most=True, load=round(loaded - began, 2), **facts)
     facts |= {"peer": f"transformers {transformers.__version__} generate", "tokens": tokens, "repeats": repeats}
     for kind, goal in (("forced", 2.5), ("real", 3.0)):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 NAME = "drumroll"
 HIDDEN = -1e30  # a score that weighs nothing, yet is finite: a page may be hidden wholly by a window
+NOTHING = -80.0  # weighs nothing beside 1 in any precision; `exp` is five times slower where it underflows
 IN_PLACE = 0.7  # pages are read where they lie when at least this share of those between them is wanted
 
 
@@ -214,7 +215,7 @@ class Decode:
     """One new token for each row, attending to the pages it holds.
 
     Work goes by page, not by row: each page that a single row reads is read where it lies, and a page that several
-    rows share is read once for all of them. What a row got from its pages is then put together by their weights.
+    rows share is read once for all of them. What a row gets from its pages, relative to its highest score, is added up.
     The heads that share a key head are laid out as queries of it. With `whole` each row has pages of its own that
     cover the cache in order, and shapes do not depend on what is in them.
     """
@@ -230,6 +231,7 @@ class Decode:
         else:
             self.parts = self._split(reads)
         self.back = torch.cat([part.rows.flatten() for part in self.parts])
+        self.by_row = self._by_row()
 
     def _split(self, reads: Reads) -> list[_Part]:
         _, inverse, readers = np.unique(reads.pages, return_inverse=True, return_counts=True)
@@ -269,39 +271,48 @@ class Decode:
         found = self._tensors(pages, rows, counts, reads.starts[order][first])
         return _Part(found[0], found[1], found[2], found[3], self.rows)
 
+    def _by_row(self) -> Tensor:
+        """Which reads are a row's, [rows + 1, most reads of one]; a row's first fills up, and any for a row with none."""
+        back = self.back.cpu().numpy()
+        order = np.argsort(back, kind="stable")
+        counts = np.bincount(back, minlength=self.rows + 1)
+        first = np.minimum(counts.cumsum() - counts, len(back) - 1)
+        columns = np.arange(counts[:-1].max())
+        return self._tensors(order[first[:, None] + np.where(columns < counts[:, None], columns, 0)])[0]
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         self.cache.write(layer, self.at, k, v)
-        kv_heads = k.shape[1]
-        queries = (q * scale).reshape(self.rows, kv_heads, -1, q.shape[-1])
-        found = [self._read(layer, i, queries, window) for i in range(len(self.parts))]
-        peaks, totals, sums = found[0] if len(found) == 1 else (torch.cat(x) for x in zip(*found, strict=True))
-        top = peaks.new_full((self.rows + 1, *peaks.shape[1:]), HIDDEN)
-        top.scatter_reduce_(0, self.back[:, None, None].expand_as(peaks), peaks, "amax")
-        weights = (peaks - top[self.back]).exp_()
-        total = torch.zeros_like(top).index_add_(0, self.back, totals.mul_(weights))
-        out = top.new_zeros(*top.shape, q.shape[-1]).index_add_(0, self.back, sums * weights[..., None])
-        return (out / total[..., None])[:-1].reshape(q.shape).to(q.dtype)
+        queries = (q * scale).reshape(self.rows, k.shape[1], -1, q.shape[-1])
+        scores = [self._scores(layer, i, queries, window) for i in range(len(self.parts))]
+        peaks = torch.cat([_by_reader(s.amax(dim=-1), part) for s, part in zip(scores, self.parts, strict=True)])
+        top = peaks[self.by_row].amax(dim=1)
+        total, out = torch.zeros_like(top), top.new_zeros(*top.shape, q.shape[-1])
+        for i, (part, score) in enumerate(zip(self.parts, scores, strict=True)):
+            highest = top[part.rows].transpose(1, 2).flatten(2)
+            weights = score.sub_(highest[..., None]).clamp_(NOTHING, 0.0).exp_()  # above 0 only where nobody reads
+            weights.masked_fill_(self.hidden[i, queries.shape[2], window], 0.0)
+            values = self._pages(self.cache.values[layer], part, 2 * i + 1)
+            found, rows = torch.matmul(weights.to(values.dtype), values).float(), part.rows.flatten()
+            total.index_add_(0, rows, _by_reader(weights.sum(dim=-1), part))
+            out.index_add_(0, rows, _by_reader(found, part))
+        out /= total.clamp_min_(1.0)[..., None]  # the highest score weighs 1; less is found only where nobody reads
+        return out[:-1].reshape(q.shape).to(q.dtype)
 
-    def _read(self, layer: int, index: int, queries: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Per page and reader: the largest score, the sum of weights relative to it, the weighted sum of values."""
-        part, shared = self.parts[index], queries.shape[2]
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        if isinstance(part.pages, slice):
-            keys, values = keys[part.pages], values[part.pages]
-        else:
-            keys, values = self.cache.gather(keys, part.pages, 2 * index), self.cache.gather(values, part.pages, 2 * index + 1)
+    def _pages(self, store: Tensor, part: _Part, buffer: int) -> Tensor:
+        return store[part.pages] if isinstance(part.pages, slice) else self.cache.gather(store, part.pages, buffer)
+
+    def _scores(self, layer: int, index: int, queries: Tensor, window: int | None) -> Tensor:
+        """[pages, kv heads, seats × queries, size], hidden where a row must not look."""
+        part, (_, kv_heads, shared, dim) = self.parts[index], queries.shape
         if (index, shared, window) not in self.hidden:
             self.hidden[index, shared, window] = part.hidden(self.positions, self.cache.size, shared, window)
         pages, seats = part.rows.shape
-        kv_heads, dim = queries.shape[1], queries.shape[-1]
         asked = queries[part.ask].transpose(1, 2).reshape(pages, kv_heads, seats * shared, dim)
+        keys = self._pages(self.cache.keys[layer], part, 2 * index)
         scores = torch.matmul(asked, keys.transpose(-1, -2)).float()
-        scores.masked_fill_(self.hidden[index, shared, window], HIDDEN)
-        peaks = scores.amax(dim=-1)
-        weights = scores.sub_(peaks[..., None]).exp_()
-        sums = torch.matmul(weights.to(values.dtype), values).float()
+        return scores.masked_fill_(self.hidden[index, shared, window], HIDDEN)
 
-        def by_reader(x: Tensor) -> Tensor:
-            return x.unflatten(2, (seats, shared)).transpose(1, 2).flatten(0, 1)
 
-        return by_reader(peaks), by_reader(weights.sum(dim=-1)), by_reader(sums)
+def _by_reader(x: Tensor, part: _Part) -> Tensor:
+    """[pages, kv heads, seats × queries, ...] → [pages × seats, kv heads, queries, ...]."""
+    return x.unflatten(2, (part.rows.shape[1], -1)).transpose(1, 2).flatten(0, 1)
