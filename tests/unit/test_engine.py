@@ -12,7 +12,7 @@ from drumroll.batch import pack
 from drumroll.config.optim import OptimConfig
 from drumroll.engines import EngineLost, Request, Sampling
 from drumroll.engines.native import NativeEngine
-from drumroll.engines.sampler import choose, keyed_uniform
+from drumroll.engines.sampler import Restriction, choose, keyed_uniform
 from drumroll.learners.torch import TorchLearner
 from drumroll.models.loading import load
 from drumroll.sample import Group, Owner, Prompt, Sample, StopReason, Trace
@@ -295,11 +295,46 @@ def test_extreme_uniforms_stay_in_range():
         assert torch.isfinite(logprobs).all(), (u, tokens)
 
 
-def test_top_k_and_top_p_restrict():
+def test_top_k_top_p_and_min_p_restrict():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).expand(2000, -1)
     uniform = torch.from_numpy(keyed_uniform(np.arange(2000, dtype=np.uint64), np.zeros(2000, dtype=np.uint64)))
     ones = torch.ones(2000)
-    top2, _ = choose(logits, ones, uniform, ones, torch.full((2000,), 2))
+    none = torch.zeros(2000, dtype=torch.int64)
+    top2, _ = choose(logits, ones, uniform, Restriction(ones, none + 2, ones * 0))
     assert set(top2.tolist()) == {0, 1}
-    nucleus, _ = choose(logits, ones, uniform, torch.full((2000,), 0.8), torch.zeros(2000, dtype=torch.int64))
+    nucleus, _ = choose(logits, ones, uniform, Restriction(ones * 0.8, none, ones * 0))
     assert set(nucleus.tolist()) == {0, 1}
+    likely, _ = choose(logits, ones, uniform, Restriction(ones, none, ones * 0.2))
+    assert set(likely.tolist()) == {0, 1, 2}
+
+
+def test_a_large_vocabulary_passes_chi_square_and_draws_do_not_depend_on_the_batch():
+    """More than one block, the last one not full; rows at other temperatures beside."""
+    torch.manual_seed(0)
+    draws = 20_000
+    row = torch.randn(1000) * 2
+    uniform = torch.from_numpy(keyed_uniform(np.arange(draws, dtype=np.uint64), np.full(draws, 3, dtype=np.uint64)))
+    tokens, logprobs = choose(row.expand(draws, -1), torch.full((draws,), 1.3), uniform)
+    probs = torch.softmax(row.double() / 1.3, 0)
+    bins = (probs.sort(descending=True).indices.argsort() // 20).clamp_max(30)
+    expected = torch.zeros(31, dtype=torch.float64).index_add_(0, bins, probs) * draws
+    counts = torch.zeros(31, dtype=torch.float64).index_add_(0, bins[tokens], torch.ones(draws, dtype=torch.float64))
+    assert float(((counts - expected) ** 2 / expected).sum()) < 67  # 30 degrees: p > 1e-4
+    assert torch.allclose(logprobs, torch.log_softmax(row / 1.3, 0)[tokens], atol=1e-5)
+    company = torch.cat([row.expand(5, -1), torch.randn(3, 1000)])
+    heat = torch.tensor([1.3] * 5 + [0.0, 0.7, 1.0])
+    beside, their = choose(company, heat, torch.cat([uniform[:5], uniform[:3]]))
+    assert torch.equal(beside[:5], tokens[:5])
+    assert torch.equal(their[:5], logprobs[:5])
+
+
+def test_restrictions_on_a_large_vocabulary():
+    """More entries reach the mass than are ranked at first; rows without a restriction are not disturbed."""
+    logits = torch.zeros(3, 5000)
+    logits[:, :4000] = 1.0
+    limit = Restriction(torch.tensor([0.8, 1.0, 1.0]), torch.tensor([0, 0, 1]), torch.tensor([0.0, 0.0, 0.0]))
+    logits[:, 17] = 1.5
+    last = torch.full((3,), 1 - 2**-53, dtype=torch.float64)
+    tokens, logprobs = choose(logits, torch.ones(3), last, limit)
+    assert tokens.tolist() == [3999, 4999, 17]
+    assert torch.allclose(logprobs, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0])
