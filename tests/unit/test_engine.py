@@ -79,17 +79,23 @@ def test_logprobs_equal_the_learners(which, model, request):
 
 
 def test_greedy_equals_transformers_generate(engine, model):
-    wanted = requests(20, temperature=0.0, max_tokens=10)
+    wanted = requests(200, temperature=0.0, max_tokens=10)
     ours = run(engine, wanted)
     model.module.set_attn_implementation("eager")
+    plain = {}
     try:
-        for request, completion in zip(wanted, ours, strict=True):
-            plain = model.module.generate(
-                torch.tensor([request.tokens]), max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=list(model.eos)
+        for length in {len(r.tokens) for r in wanted}:
+            prompts = sorted({r.tokens for r in wanted if len(r.tokens) == length})
+            out = model.module.generate(
+                torch.tensor(prompts), max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=list(model.eos)
             )
-            assert completion.tokens == plain[0, len(request.tokens) :].tolist()
+            plain |= dict(zip(prompts, out[:, length:].tolist(), strict=True))
     finally:
         model.module.set_attn_implementation("drumroll")
+    for request, completion in zip(wanted, ours, strict=True):
+        expected = plain[request.tokens]
+        assert completion.tokens == expected[: len(completion.tokens)]
+        assert not any(expected[len(completion.tokens) :])  # padding
 
 
 def test_fixed_shape_is_bitwise_independent_of_company(fixed):
@@ -338,3 +344,24 @@ def test_restrictions_on_a_large_vocabulary():
     tokens, logprobs = choose(logits, torch.ones(3), last, limit)
     assert tokens.tolist() == [3999, 4999, 17]
     assert torch.allclose(logprobs, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0])
+
+
+def test_generation_follows_weights_that_a_learner_changes_in_place():
+    """Neither packed copies of the old weights nor keys and values made with them are used."""
+    model = load("tiny-random", seed=3)
+    made = NativeEngine(model, slots=8, context=32)
+    [one] = requests(1, temperature=0.0)
+    before = run(made, [one])[0]
+    optimizer = torch.optim.AdamW(model.module.parameters(), lr=0.05, fused=True)
+    for parameter in model.module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    made.set_version(1)
+    after = run(made, [dataclasses.replace(one, id="again", tokens=(*one.tokens, *before.tokens[:1]))])[0]
+    made.close()
+    fresh = NativeEngine(model, slots=8, context=32)
+    truth = run(fresh, [dataclasses.replace(one, id="again", tokens=(*one.tokens, *before.tokens[:1]))])[0]
+    fresh.close()
+    assert after.tokens == truth.tokens
+    assert max(abs(a - b) for a, b in zip(after.logprobs, truth.logprobs, strict=True)) < 1e-5
+    assert after.tokens != before.tokens[1:]

@@ -32,10 +32,11 @@ from drumroll.engines.sampler import Restriction, choose, keyed_uniform
 from drumroll.errors import ConfigError
 from drumroll.models.attention import Decode, KVCache, Places, Prefill, Reads
 from drumroll.models.loading import LoadedModel, kv_shapes
+from drumroll.models.packing import PackedLinears
 from drumroll.sample import StopReason, Version
 
 PREFILL_TOKENS = 512
-PAGE_TOKENS = 32
+PAGE_TOKENS = 128
 
 
 @dataclass(slots=True, eq=False)
@@ -90,17 +91,18 @@ class NativeEngine:
         context: int,
         fixed_shape: bool = False,
         cache_gb: float | None = None,
-        page_tokens: int = PAGE_TOKENS,
+        page_tokens: int | None = None,
     ) -> None:
         self.model = model
         self.slots = slots
         self.context = context
         self.fixed_shape = fixed_shape
-        self.page_tokens = page_tokens
+        self.page_tokens = page_tokens or (context if fixed_shape else min(context, PAGE_TOKENS))
         self.preempted = 0
         self.version: Version = 0
         self.device = next(model.module.parameters()).device
         self._shapes = kv_shapes(model.module)
+        self._packs = PackedLinears(model.module, rows=slots)
         self.page_count = self._count_pages(cache_gb)
         self._kept: KVCache | None = self._new_cache()
         self._pages = self._new_pages()
@@ -160,6 +162,7 @@ class NativeEngine:
 
     def sleep(self) -> None:
         self._kept = None
+        self._packs.release()
 
     def wake(self) -> None:
         if self._kept is None:
@@ -216,6 +219,7 @@ class NativeEngine:
         try:
             while self._collect():
                 try:
+                    self._packs.refresh()
                     with torch.inference_mode():
                         self._admit()
                         self._prefill()
@@ -252,7 +256,7 @@ class NativeEngine:
         if aborts:
             self._abort_rows(aborts)
         if renamed:
-            self._pages.forget()
+            self._forget()
         if switch is not None:
             self._apply(*switch)
         return not self._closed
@@ -265,13 +269,18 @@ class NativeEngine:
                 for name, value in weights.items():
                     own[name].copy_(value)
             self.version = version
-            self._pages.forget()
+            self._forget()
             for row in self._rows if recompute else ():
                 if row is not None:  # its keys and values are made anew in the next step
                     self._pages.release(row.chain)
                     row.chain = Chain(row.chain.slot)
         finally:
             applied.set()
+
+    def _forget(self) -> None:
+        """The weights are others: what was computed or laid out with the old ones may not be used any more."""
+        self._pages.forget()
+        self._packs.release()
 
     def _live(self) -> bool:
         return any(row is not None for row in self._rows)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 NAME = "drumroll"
 HIDDEN = -1e30  # a score that weighs nothing, yet is finite: a page may be hidden wholly by a window
-NOTHING = -80.0  # weighs nothing beside 1 in any precision; `exp` is five times slower where it underflows
 IN_PLACE = 0.7  # pages are read where they lie when at least this share of those between them is wanted
 
 
@@ -192,23 +191,29 @@ class Reads:
 
 
 class _Part:
-    """Pages read together: page i by the rows `rows[i]`, of which those equal to `nobody` fill up."""
+    """Pages read together, up to `width` tokens of each: page i by `rows[i]`, where the row `nobody` fills up."""
 
-    def __init__(self, pages: Tensor | slice, rows: Tensor, counts: Tensor, starts: Tensor, nobody: int) -> None:
+    def __init__(
+        self, pages: Tensor | slice, rows: Tensor, counts: Tensor, starts: Tensor, nobody: int, width: int | None = None
+    ) -> None:
         self.pages = pages
+        self.width = int(counts.max()) if width is None else width
         self.rows = rows
         self.ask = rows.clamp_max(nobody - 1)
         self.counts = counts
         self.starts = starts
 
-    def hidden(self, positions: Tensor, size: int, queries: int, window: int | None) -> Tensor:
-        """[pages, 1, seats × queries, size]: true where a row must not look."""
-        columns = torch.arange(size, device=positions.device)
+    def mask(self, positions: Tensor, queries: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[pages, 1, seats × queries, width]: to be added to the scores, nothing where a row may look."""
+        columns = torch.arange(self.width, device=positions.device)
         hidden = columns >= self.counts[..., None]
         if window is not None:
             distance = (positions[self.ask] - self.starts[:, None])[..., None] - columns
             hidden = hidden | (distance >= window)
-        return hidden.repeat_interleave(queries, dim=1)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(
+            hidden, max(HIDDEN, torch.finfo(dtype).min / 2)
+        )
+        return mask.repeat_interleave(queries, dim=1)[:, None]
 
 
 class Decode:
@@ -225,13 +230,12 @@ class Decode:
         self.at = at
         self.positions = positions
         self.rows = len(positions)
-        self.hidden: dict[tuple[int, int, int | None], Tensor] = {}
+        self.masks: dict[tuple[int, int, int | None], Tensor] = {}
         if whole:
-            self.parts = [self._alone(reads, slice(0, len(cache.keys[0])))]
+            self.parts = [self._alone(reads, slice(0, len(cache.keys[0])), cache.size)]
         else:
             self.parts = self._split(reads)
-        self.back = torch.cat([part.rows.flatten() for part in self.parts])
-        self.by_row = self._by_row()
+        self.by_row, self.absent = self._by_row()
 
     def _split(self, reads: Reads) -> list[_Part]:
         _, inverse, readers = np.unique(reads.pages, return_inverse=True, return_counts=True)
@@ -248,17 +252,17 @@ class Decode:
     def _tensors(self, *arrays: NDArray[np.int64]) -> list[Tensor]:
         return [torch.from_numpy(x).to(self.positions.device) for x in arrays]
 
-    def _alone(self, reads: Reads, span: slice | None) -> _Part:
+    def _alone(self, reads: Reads, span: slice | None, width: int | None = None) -> _Part:
         """Pages with one reader: those of a span of the cache as they lie, or gathered."""
         if span is None:
             pages, rows, counts, starts = self._tensors(reads.pages, reads.rows, reads.counts, reads.starts)
             return _Part(pages, rows[:, None], counts[:, None], starts, self.rows)
-        width = span.stop - span.start
-        rows, counts, starts = np.full(width, self.rows), np.zeros(width, np.int64), np.zeros(width, np.int64)
+        count = span.stop - span.start
+        rows, counts, starts = np.full(count, self.rows), np.zeros(count, np.int64), np.zeros(count, np.int64)
         place = reads.pages - span.start
         rows[place], counts[place], starts[place] = reads.rows, reads.counts, reads.starts
         found = self._tensors(rows, counts, starts)
-        return _Part(span, found[0][:, None], found[1][:, None], found[2], self.rows)
+        return _Part(span, found[0][:, None], found[1][:, None], found[2], self.rows, width)
 
     def _together(self, reads: Reads) -> _Part:
         """Pages with several readers, each with a seat."""
@@ -271,46 +275,60 @@ class Decode:
         found = self._tensors(pages, rows, counts, reads.starts[order][first])
         return _Part(found[0], found[1], found[2], found[3], self.rows)
 
-    def _by_row(self) -> Tensor:
-        """Which reads are a row's, [rows + 1, most reads of one]; a row's first fills up, and any for a row with none."""
-        back = self.back.cpu().numpy()
+    def _by_row(self) -> tuple[Tensor, Tensor]:
+        """Which reads are a row's, [rows, most reads of one], where any read fills up; and what to add to their heights so
+        that those which fill up weigh nothing, [rows, most reads, 1, 1]."""
+        back = torch.cat([part.rows.flatten() for part in self.parts]).cpu().numpy()
         order = np.argsort(back, kind="stable")
         counts = np.bincount(back, minlength=self.rows + 1)
-        first = np.minimum(counts.cumsum() - counts, len(back) - 1)
-        columns = np.arange(counts[:-1].max())
-        return self._tensors(order[first[:, None] + np.where(columns < counts[:, None], columns, 0)])[0]
+        first = np.minimum(counts.cumsum() - counts, len(back) - 1)[:-1]
+        columns = np.arange(max(1, counts[:-1].max()))
+        own = columns < counts[:-1, None]
+        reads, absent = self._tensors(order[first[:, None] + np.where(own, columns, 0)], np.where(own, 0, -1))
+        return reads, absent[..., None, None] * -HIDDEN
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         self.cache.write(layer, self.at, k, v)
-        queries = (q * scale).reshape(self.rows, k.shape[1], -1, q.shape[-1])
-        scores = [self._scores(layer, i, queries, window) for i in range(len(self.parts))]
-        peaks = torch.cat([_by_reader(s.amax(dim=-1), part) for s, part in zip(scores, self.parts, strict=True)])
-        top = peaks[self.by_row].amax(dim=1)
-        total, out = torch.zeros_like(top), top.new_zeros(*top.shape, q.shape[-1])
-        for i, (part, score) in enumerate(zip(self.parts, scores, strict=True)):
-            highest = top[part.rows].transpose(1, 2).flatten(2)
-            weights = score.sub_(highest[..., None]).clamp_(NOTHING, 0.0).exp_()  # above 0 only where nobody reads
-            weights.masked_fill_(self.hidden[i, queries.shape[2], window], 0.0)
-            values = self._pages(self.cache.values[layer], part, 2 * i + 1)
-            found, rows = torch.matmul(weights.to(values.dtype), values).float(), part.rows.flatten()
-            total.index_add_(0, rows, _by_reader(weights.sum(dim=-1), part))
-            out.index_add_(0, rows, _by_reader(found, part))
-        out /= total.clamp_min_(1.0)[..., None]  # the highest score weighs 1; less is found only where nobody reads
-        return out[:-1].reshape(q.shape).to(q.dtype)
+        queries = q.reshape(self.rows, k.shape[1], -1, q.shape[-1])
+        found = [self._read(layer, i, queries, scale, window) for i in range(len(self.parts))]
+        seen, heights = (
+            torch.cat([_by_reader(x, part) for x, part in zip(column, self.parts, strict=True)])
+            for column in zip(*found, strict=True)
+        )
+        if self.by_row.shape[1] == 1:
+            return seen[self.by_row[:, 0]].reshape(q.shape).to(q.dtype)
+        shares = (heights[self.by_row] + self.absent).softmax(dim=1)
+        return (seen[self.by_row] * shares[..., None]).sum(dim=1).reshape(q.shape).to(q.dtype)
 
     def _pages(self, store: Tensor, part: _Part, buffer: int) -> Tensor:
         return store[part.pages] if isinstance(part.pages, slice) else self.cache.gather(store, part.pages, buffer)
 
-    def _scores(self, layer: int, index: int, queries: Tensor, window: int | None) -> Tensor:
-        """[pages, kv heads, seats × queries, size], hidden where a row must not look."""
+    def _read(self, layer: int, index: int, queries: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+        """What the readers of a part's pages get from each, [pages, kv heads, seats × queries, dim], and the
+        logarithm of its weight."""
         part, (_, kv_heads, shared, dim) = self.parts[index], queries.shape
-        if (index, shared, window) not in self.hidden:
-            self.hidden[index, shared, window] = part.hidden(self.positions, self.cache.size, shared, window)
+        if (index, shared, window) not in self.masks:
+            self.masks[index, shared, window] = part.mask(self.positions, shared, window, queries.dtype)
         pages, seats = part.rows.shape
         asked = queries[part.ask].transpose(1, 2).reshape(pages, kv_heads, seats * shared, dim)
-        keys = self._pages(self.cache.keys[layer], part, 2 * index)
-        scores = torch.matmul(asked, keys.transpose(-1, -2)).float()
-        return scores.masked_fill_(self.hidden[index, shared, window], HIDDEN)
+        keys, values = (
+            self._pages(store[layer], part, 2 * index + i)[:, :, : part.width]
+            for i, store in enumerate((self.cache.keys, self.cache.values))
+        )
+        return weighed(asked, keys, values, self.masks[index, shared, window], scale)
+
+
+def weighed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention with an additive mask, and the logarithm of the sum of its weights, [rows, heads, queries], both in float32.
+
+    On a CPU it is the fused kernel behind `scaled_dot_product_attention`, which knows that sum and is not asked for it.
+    """
+    if q.device.type == "cpu":
+        out, height = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
+        return out.float(), height
+    scores = torch.matmul(q * scale, k.transpose(-1, -2)).float() + mask
+    height = scores.logsumexp(dim=-1)
+    return torch.matmul((scores - height[..., None]).exp().to(v.dtype), v).float(), height
 
 
 def _by_reader(x: Tensor, part: _Part) -> Tensor:
