@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-KINDS = (torch.float32, torch.bfloat16)
 _PACKED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # not in the layers: a copy of a layer has other weights
 
 
@@ -59,4 +58,7 @@ class PackedLinears:
 
 def _fits(layer: nn.Linear) -> bool:
     """A plain layer, or one that was made to look for its packed weight before."""
-    return type(layer) in (nn.Linear, _Linear) and layer.weight.device.type == "cpu" and layer.weight.dtype in KINDS
+    if type(layer) not in (nn.Linear, _Linear) or layer.weight.device.type != "cpu":
+        return False
+    able = layer.weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return layer.weight.dtype is torch.float32 or able
