@@ -22,6 +22,7 @@ from figures import figure, natural_dtype
 from drumroll.engines import Request, Sampling
 from drumroll.engines.native import NativeEngine
 from drumroll.models import attention, tiny
+from drumroll.models.cores import CORES
 from drumroll.models.loading import LoadedModel
 
 SIZES = {"6 M": (256, 8, 4), "25 M": (448, 12, 7), "135 M": (576, 30, 9)}  # hidden, layers, heads
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the smallest model, few points, no picture")
     parser.add_argument("--dtype", default=natural_dtype())
     given = parser.parse_args()
+    CORES.configure()
     sizes = ["6 M"] if given.quick else list(SIZES)
     lives = [1, 8, 32] if given.quick else [1, 4, 16, 64, 256]
     contexts = [128, 512] if given.quick else [128, 512, 1024, 2048, 4096]
@@ -119,7 +121,7 @@ def main() -> None:
     by_size = {
         "64 live": [Point(w, by_live[s][-2].tokens_per_s, by_live[s][-2].cache_mb) for s, w in zip(sizes, weights, strict=True)]
     }
-    facts: dict[str, Any] = {"dtype": given.dtype, "threads": torch.get_num_threads()}
+    facts: dict[str, Any] = {"dtype": given.dtype, "threads": CORES.default}
     for size, points in by_live.items():
         growth = min(b.tokens_per_s / a.tokens_per_s for a, b in itertools.pairwise(points))
         rates = {int(p.at): round(p.tokens_per_s) for p in points}

@@ -24,6 +24,7 @@ from figures import figure, gemm_gflops, natural_dtype
 
 from drumroll.engines import Request, Sampling
 from drumroll.engines.native import NativeEngine
+from drumroll.models.cores import CORES
 from drumroll.models.loading import LoadedModel, load
 from drumroll.models.smollm2 import DEFAULT
 
@@ -81,12 +82,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     tokens, rounds = (16, 1) if given.quick else (128, given.rounds)
+    CORES.configure()
     names = [] if given.quick else [name for name in given.peers.split(",") if name]
     model = load(str(given.model), dtype=given.dtype)
     began = time.perf_counter()
     engine = NativeEngine(model, slots=PROMPTS * SAMPLES, context=512)
     ours(engine, prompts(model, 99)[:1], 1, 99)
-    facts: dict[str, Any] = {"model": given.model.name, "dtype": given.dtype, "threads": torch.get_num_threads()}
+    facts: dict[str, Any] = {"model": given.model.name, "dtype": given.dtype, "threads": CORES.total}
     figure("engine/start_seconds", time.perf_counter() - began, "s", goal=3, at_most=True, **facts)
     facts |= {"tokens": tokens, "rounds": rounds}
     peers = {n: Contestant(f"{n}_rollout.py", str(given.model), given.dtype, environment=ENVIRONMENTS[n]) for n in names}
@@ -99,7 +101,8 @@ def main() -> None:
             ratio = middle["ours"] / middle[name]
             figure(f"rollout/ratio_{name}_{kind}", ratio, "x", goal=GOALS.get((name, kind)), tokens_per_s=rates, **facts)
         if kind == "forced":
-            limit = gemm_gflops(getattr(torch, given.dtype))
+            with CORES.work():
+                limit = gemm_gflops(getattr(torch, given.dtype))
             parameters = sum(p.numel() for p in model.module.parameters())
             share = middle["ours"] * 2e-9 * parameters / limit
             rate = round(middle["ours"], 1)

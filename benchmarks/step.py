@@ -18,12 +18,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from contest import ROOT, Contestant, installed
 from figures import figure, gemm_gflops, natural_dtype
 
 import drumroll
 from drumroll.data.problems import questions
+from drumroll.models.cores import CORES
 from drumroll.models.loading import load, load_tokenizer
 from drumroll.models.smollm2 import DEFAULT
 
@@ -116,7 +116,7 @@ def report(found: dict[str, list[dict[str, Any]]], variants: list[str], dtype: s
     raw = {p: [round(r["seconds"], 2) for r in rs] for p, rs in found.items()}
     lengths = {p: round(statistics.mean(r["mean_length"] for r in rs), 1) for p, rs in found.items()}
     stages = {p: found[p][-1]["stages"] for p in ("all groups", "skipping")}
-    facts = {"dtype": dtype, "seconds": raw, "mean_length": lengths, "stages": stages, "threads": torch.get_num_threads()}
+    facts = {"dtype": dtype, "seconds": raw, "mean_length": lengths, "stages": stages, "threads": CORES.default}
     quickest = min((f"trl {v}" for v in variants), key=seconds)
     facts["peer"] = quickest
     figure("step/ratio_trl_all_groups", seconds(quickest) / seconds("all groups"), "x", goal=2.5, **facts)

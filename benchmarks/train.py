@@ -28,6 +28,7 @@ from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.config.optim import OptimConfig
 from drumroll.learners import Update
 from drumroll.learners.torch import TorchLearner
+from drumroll.models.cores import CORES
 from drumroll.models.loading import LoadedModel, load
 from drumroll.models.smollm2 import DEFAULT
 from drumroll.sample import Group, Owner, Prompt, Sample, StopReason, Trace
@@ -102,7 +103,7 @@ def main() -> None:
     rate = tokens / middle["ours"]
     facts: dict[str, Any] = {
         "dtype": given.dtype,
-        "threads": torch.get_num_threads(),
+        "threads": CORES.default,
         "tokens": tokens,
         "gemm_gflops": round(limit, 1),
     }

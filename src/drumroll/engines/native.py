@@ -1,6 +1,7 @@
 """The embedded engine: continuous batching in plain PyTorch on the Hugging Face module itself.
 
-A thread of its own seats waiting requests, computes a bounded number of prompt tokens, decodes one token for all rows
+A thread, which lives while there is work, seats waiting requests, computes a bounded number of prompt tokens, decodes one
+token for all rows
 that are ready, and hands out what has ended. It never waits for a batch to be full. Keys and values lie in pages
 (`pages.py`): what several requests have in common is computed and kept once.
 
@@ -31,6 +32,7 @@ from drumroll.engines.pages import Chain, FixedPages, Pages
 from drumroll.engines.sampler import Restriction, choose, keyed_uniform
 from drumroll.errors import ConfigError
 from drumroll.models.attention import Decode, KVCache, Places, Prefill, Reads
+from drumroll.models.cores import CORES, LINGER
 from drumroll.models.loading import LoadedModel, kv_shapes
 from drumroll.models.packing import PackedLinears
 from drumroll.sample import StopReason, Version
@@ -116,8 +118,7 @@ class NativeEngine:
         self._switch: tuple[Version, Mapping[str, Tensor], bool, threading.Event] | None = None
         self._wake = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     # --- the contract, called from the event loop ---
 
@@ -129,7 +130,7 @@ class NativeEngine:
             if self._closed:
                 raise EngineLost("the engine is closed")
             self._inbox.append(row)
-            self._wake.notify()
+            self._rouse()
         try:
             return await row.future
         except asyncio.CancelledError:
@@ -157,7 +158,7 @@ class NativeEngine:
             if self._closed:
                 raise EngineLost("the engine is closed")
             self._switch = (version, weights, recompute, applied)
-            self._wake.notify()
+            self._rouse()
         applied.wait()
 
     def sleep(self) -> None:
@@ -175,7 +176,17 @@ class NativeEngine:
         with self._wake:
             self._closed = True
             self._wake.notify()
-        self._thread.join(timeout=10)
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout=10)
+
+    def _rouse(self) -> None:
+        """With the lock held: there is something new. The thread that is told ends when there is nothing to do."""
+        if self._thread is not None:
+            self._wake.notify()
+            return
+        self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
+        self._thread.start()
 
     # --- the engine's own thread ---
 
@@ -215,34 +226,40 @@ class NativeEngine:
         return min(granted, per_slot * self.slots)
 
     def _run(self) -> None:
-        reason = "the engine was closed"
         try:
-            while self._collect():
-                try:
-                    self._packs.refresh()
-                    with torch.inference_mode():
-                        self._admit()
-                        self._prefill()
-                        self._decode()
-                except Exception as error:
-                    self._fail_all(error)
+            with CORES.work():
+                while self._collect():
+                    try:
+                        CORES.adjust()
+                        self._packs.refresh()
+                        with torch.inference_mode():
+                            self._admit()
+                            self._prefill()
+                            self._decode()
+                    except Exception as error:
+                        self._fail_all(error)
         except BaseException as error:  # the thread dies, and the requests carry the reason to whoever waits
-            reason = f"the engine died of {type(error).__name__}: {error}"
-        finally:
-            with self._wake:
-                self._closed = True
-                self._waiting.extend(self._inbox)
-                self._inbox.clear()
-                switch, self._switch = self._switch, None
-            if switch is not None:
-                switch[3].set()
-            self._fail_all(EngineLost(reason))
+            self._lose_all(f"the engine died of {type(error).__name__}: {error}")
+        else:
+            if self._closed:
+                self._lose_all("the engine was closed")
+
+    def _lose_all(self, reason: str) -> None:
+        with self._wake:
+            self._closed = True
+            self._waiting.extend(self._inbox)
+            self._inbox.clear()
+            switch, self._switch = self._switch, None
+        if switch is not None:
+            switch[3].set()
+        self._fail_all(EngineLost(reason))
 
     def _collect(self) -> bool:
-        """Wait for work; take in new requests, aborts and new weights. False when closed."""
+        """Take in new requests, aborts and new weights. False when there is nothing to do, or the engine is closed."""
         with self._wake:
-            while not (self._inbox or self._waiting or self._live() or self._closed or self._switch):
-                self._wake.wait()
+            if not self._wake.wait_for(self._busy, LINGER):
+                self._thread = None
+                return False
             for row in self._inbox:
                 row.arrival = next(self._arrivals)
             self._waiting.extend(self._inbox)
@@ -281,6 +298,9 @@ class NativeEngine:
         """The weights are others: what was computed or laid out with the old ones may not be used any more."""
         self._pages.forget()
         self._packs.release()
+
+    def _busy(self) -> bool:
+        return bool(self._inbox or self._waiting or self._closed or self._switch or self._live())
 
     def _live(self) -> bool:
         return any(row is not None for row in self._rows)

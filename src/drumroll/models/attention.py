@@ -238,15 +238,17 @@ class Decode:
         self.by_row, self.absent = self._by_row()
 
     def _split(self, reads: Reads) -> list[_Part]:
+        """Pages with about as many readers together: those with fewer would otherwise have empty seats."""
         _, inverse, readers = np.unique(reads.pages, return_inverse=True, return_counts=True)
-        shared = readers[inverse] > 1
+        size = np.ceil(np.log2(readers)).astype(np.int64)[inverse]
         parts = []
-        if not shared.all():
-            own = Reads(*(x[~shared] for x in (reads.pages, reads.rows, reads.counts, reads.starts)))
-            low, high = int(own.pages.min()), int(own.pages.max()) + 1
-            parts.append(self._alone(own, slice(low, high) if len(own.pages) > IN_PLACE * (high - low) else None))
-        if shared.any():
-            parts.append(self._together(Reads(*(x[shared] for x in (reads.pages, reads.rows, reads.counts, reads.starts)))))
+        for own in np.unique(size):
+            some = Reads(*(x[size == own] for x in (reads.pages, reads.rows, reads.counts, reads.starts)))
+            if own:
+                parts.append(self._together(some))
+                continue
+            low, high = int(some.pages.min()), int(some.pages.max()) + 1
+            parts.append(self._alone(some, slice(low, high) if len(some.pages) > IN_PLACE * (high - low) else None))
         return parts
 
     def _tensors(self, *arrays: NDArray[np.int64]) -> list[Tensor]:
