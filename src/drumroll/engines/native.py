@@ -1,9 +1,8 @@
 """The embedded engine: continuous batching in plain PyTorch on the Hugging Face module itself.
 
 A thread, which lives while there is work, seats waiting requests, computes a bounded number of prompt tokens, decodes one
-token for all rows
-that are ready, and hands out what has ended. It never waits for a batch to be full. Keys and values lie in pages
-(`pages.py`): what several requests have in common is computed and kept once.
+token for all rows that are ready, and hands out what has ended. It never waits for a batch to be full. Keys and values
+lie in pages (`pages.py`): what several requests have in common is computed and kept once.
 
 With `fixed_shape` every prompt is prefilled alone, a request's place in the draw order decides its row and its pages,
 and every decode step has all rows over the whole context: a sample's numbers are then the same to the last bit
