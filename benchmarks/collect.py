@@ -14,17 +14,31 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-BENCHMARKS = ("step.py", "scheduler.py", "weights.py", "transfer.py", "cluster.py")
+BENCHMARKS = (
+    "step.py",
+    "step.py --peer trl",
+    "rollout.py",
+    "train.py",
+    "growth.py",
+    "scheduler.py",
+    "weights.py",
+    "transfer.py",
+    "cluster.py",
+)
+PICTURES = {"growth.py": "![tokens per second and cache memory against live sequences, context and model size](growth.svg)"}
 HEAD = """# Performance
 
 Made by `make bench`; do not edit. One JSON object per figure is in [figures.jsonl](figures.jsonl), with all that explains it.
-Repeat a part with `python benchmarks/<name>.py`. Never measure beside another load.
+Repeat a part with `python benchmarks/<name>.py`; `make bench-env smollm2` first brings the peers and the model. Peers run in
+the same run as we do, by turns, in environments of their own. Never measure beside another load.
 """
 
 
 def figures(name: str) -> list[dict[str, Any]]:
     """The figures that a benchmark prints."""
-    out = subprocess.run([sys.executable, str(ROOT / "benchmarks" / name)], stdout=subprocess.PIPE, text=True, check=True)
+    script, *arguments = name.split()
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in out.stdout.splitlines() if line.startswith("{")]
 
 
@@ -43,6 +57,7 @@ def main() -> None:
         found = figures(name)
         kept += found
         lines += [f"## `benchmarks/{name}`", "", "| figure | value | goal | holds |", "|---|---|---|---|", *map(row, found), ""]
+        lines += [PICTURES[name], ""] if name in PICTURES else []
     docs = ROOT / "docs"
     docs.mkdir(exist_ok=True)
     (docs / "performance.md").write_text("\n".join(lines))

@@ -13,7 +13,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drumroll.models.paths import Path
 from drumroll.sample import Group, Owner, StopReason, Version
+
+
+@dataclass(frozen=True)
+class Family:
+    """Traces that all start with the same `prefix` tokens, which none of them trains; a lone trace shares none."""
+
+    traces: list[int]
+    prefix: int
+
+    def cost(self, lengths: Sequence[int]) -> int:
+        """Tokens to compute, the prefix once."""
+        return self.prefix + sum(lengths[trace] - self.prefix for trace in self.traces)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What is computed for a batch: its tokens without those that a family shares more than once."""
+
+    tokens: Tensor  # [nodes] int64
+    node_of: Tensor  # [tokens of the batch] int64: where each is computed
+    paths: list[Path]
 
 
 @dataclass
@@ -73,17 +95,59 @@ class Batch:
         rows = torch.tensor(list(traces), dtype=torch.int64)
         return self.with_(lengths=self.lengths[rows], sample_of=self.sample_of[rows], **per_token)
 
+    def families(self) -> list[Family]:
+        """Every trace in one family: traces of a group that start with the same tokens, none of them trained."""
+        ends = torch.cumsum(self.lengths, 0).tolist()
+        tokens, trained = self.tokens.tolist(), self.mask.tolist()
+        leads: list[list[int]] = []
+        for end, length in zip(ends, self.lengths.tolist(), strict=True):
+            own = trained[end - length : end]
+            leads.append(tokens[end - length : end - length + (own.index(True) if True in own else length)])
+        groups: dict[int, list[int]] = {}
+        for trace, group in enumerate(self.group_of[self.sample_of].tolist()):
+            groups.setdefault(group, []).append(trace)
+        found: list[Family] = []
+        for traces in groups.values():
+            own_families: list[Family] = []
+            for trace in sorted(traces, key=lambda t: len(leads[t])):
+                _join(own_families, trace, leads)
+            found += own_families
+        return [family if len(family.traces) > 1 else Family(family.traces, 0) for family in found]
+
+    def tree(self) -> Tree:
+        """The batch with each family's prefix once."""
+        starts = (torch.cumsum(self.lengths, 0) - self.lengths).tolist()
+        each = torch.arange(len(self.tokens))
+        source = each.clone()
+        families = self.families()
+        for family in families:
+            first = starts[family.traces[0]]
+            for trace in family.traces[1:]:
+                source[starts[trace] : starts[trace] + family.prefix] = each[first : first + family.prefix]
+        kept = source == each
+        node_of = (torch.cumsum(kept, 0) - 1)[source]
+        nodes = node_of.split(self.lengths.tolist())
+        paths = [Path(nodes[f.traces[0]][: f.prefix]) for f in families if f.prefix]
+        paths += [Path(nodes[trace], f.prefix) for f in families for trace in f.traces]
+        return Tree(self.tokens[kept], node_of, paths)
+
     def shares(self, ranks: int) -> list[list[int]]:
-        """Trace indices by data-parallel rank, balanced by tokens: the longest first, each to the least loaded."""
+        """Trace indices by data-parallel rank, balanced by tokens: the longest first, each to the least loaded.
+
+        Families stay together unless the busiest rank has less to do without.
+        """
         if ranks == 1:
             return [list(range(self.num_traces))]
-        chunks: list[list[int]] = [[] for _ in range(ranks)]
-        load = [0] * ranks
-        for trace in sorted(range(self.num_traces), key=lambda t: -int(self.lengths[t])):
-            rank = load.index(min(load))
-            chunks[rank].append(trace)
-            load[rank] += int(self.lengths[trace])
-        return chunks
+        families = self.families()
+        lone = [Family([trace], 0) for trace in range(self.num_traces)]
+        ways = [_deal(dealt, ranks, self.lengths.tolist()) for dealt in (families, lone)]
+        return min(ways, key=lambda way: max(self.computed(families, share) for share in way))
+
+    def computed(self, families: Sequence[Family], traces: Sequence[int]) -> int:
+        """Tokens computed for some of the traces, a prefix of a family once."""
+        chosen, lengths = set(traces), self.lengths.tolist()
+        parts = [Family([t for t in family.traces if t in chosen], family.prefix) for family in families]
+        return sum(part.cost(lengths) for part in parts if part.traces)
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
         """[tokens] a column whose parts were computed by the ranks of `shares`, put back in this batch's order."""
@@ -97,18 +161,55 @@ class Batch:
         return column
 
     def micro_batches(self, max_tokens: int) -> list[list[int]]:
-        """Trace indices in chunks of at most `max_tokens` tokens (a longer trace goes alone), longest first."""
-        order = sorted(range(self.num_traces), key=lambda t: -int(self.lengths[t]))
+        """Trace indices in chunks of at most `max_tokens` tokens (a longer trace goes alone), longest first.
+
+        A prefix counts once in a chunk, and a family is cut only where no chunk holds it.
+        """
+        lengths = self.lengths.tolist()
         chunks: list[list[int]] = []
         room = 0
-        for trace in order:
-            length = int(self.lengths[trace])
-            if length > room:
-                chunks.append([])
-                room = max(max_tokens, length)
-            chunks[-1].append(trace)
-            room -= length
+        for family in sorted(self.families(), key=lambda f: -max(lengths[t] for t in f.traces)):
+            cost, paid = family.cost(lengths), False
+            if room < cost <= max_tokens:
+                room = 0
+            for trace in sorted(family.traces, key=lambda t: -lengths[t]):
+                need = lengths[trace] - (family.prefix if paid else 0)
+                if need > room:
+                    chunks.append([])
+                    room, need = max_tokens, lengths[trace]
+                chunks[-1].append(trace)
+                room, paid = room - need, True
         return chunks
+
+
+def _join(families: list[Family], trace: int, leads: Sequence[list[int]]) -> None:
+    """Put a trace into the first family that keeps at least half of its prefix, else into a new one.
+
+    Half, because a family that shrinks to a few tokens all prompts start with would be shared for nothing.
+    """
+    for place, family in enumerate(families):
+        common = _common(leads[family.traces[0]][: family.prefix], leads[trace])
+        if common and 2 * common >= family.prefix:
+            families[place] = Family([*family.traces, trace], common)
+            return
+    families.append(Family([trace], len(leads[trace])))
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many tokens two sequences start with alike."""
+    shorter = min(len(a), len(b))
+    return shorter if a[:shorter] == b[:shorter] else next(i for i in range(shorter) if a[i] != b[i])
+
+
+def _deal(families: Sequence[Family], ranks: int, lengths: Sequence[int]) -> list[list[int]]:
+    """The traces of whole families by rank: the longest first, each to the least loaded."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for family in sorted(families, key=lambda f: -f.cost(lengths)):
+        rank = load.index(min(load))
+        shares[rank] += family.traces
+        load[rank] += family.cost(lengths)
+    return shares
 
 
 PER_TOKEN = ("tokens", "mask", "behaviour", "versions", "old", "reference", "values", "returns", "advantages", "weights")

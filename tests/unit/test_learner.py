@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_batch import random_groups, relative
+from test_batch import exact, random_groups, relative
 
 from drumroll.algorithms import Algorithm
 from drumroll.algorithms.aggregations import Shares
@@ -44,7 +44,7 @@ def batch():
 
 def critic(micro_tokens=10_000, dtype="float64", **optim):
     config = OptimConfig(grad_clip=0, micro_tokens=micro_tokens, **optim)
-    learner = TorchCritic(value_model(load("tiny-random", dtype=dtype, seed=1)), config, total_steps=1)
+    learner = TorchCritic(value_model(exact(load("tiny-random", dtype=dtype, seed=1))), config, total_steps=1)
     torch.nn.init.normal_(learner.model.module.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     return learner
 
@@ -188,7 +188,7 @@ def data_parallel(rank, count, port, dtype):
     torch.set_num_threads(1)
     ranks = Ranks.meet(rank, count, "127.0.0.1", port, device="cpu", seconds=60)
     config = OptimConfig(lr=1e-2, grad_clip=0, minibatch=12, micro_tokens=60)
-    learner = TorchLearner(load("tiny-random", dtype=dtype, seed=1), config, total_steps=1, ranks=ranks)
+    learner = TorchLearner(exact(load("tiny-random", dtype=dtype, seed=1)), config, total_steps=1, ranks=ranks)
     made = Algorithm(AlgorithmConfig(advantage="reinforce", loss="pg"), single_update=True).advantages(batch())
     grads, step = [], learner.optimizer.step
 

@@ -10,12 +10,12 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from drumroll.cluster.host import WorkerLost
 from drumroll.errors import Interrupted
+from drumroll.models.cores import Turns
 
 W = TypeVar("W")
 P = ParamSpec("P")
@@ -95,24 +95,21 @@ async def _together(*calls: Coroutine[Any, Any, R]) -> list[R]:
 
 
 class LocalGroup(WorkerGroup[W]):
-    """Workers in this process. Coroutines run on the event loop; other methods on a thread per worker, in order."""
+    """Workers in this process. Coroutines run on the event loop; other methods of a worker on a thread, in order."""
 
     def __init__(self, role: Role, workers: Sequence[W]) -> None:
         super().__init__(role, len(workers))
         self.workers = list(workers)
-        self._threads = [ThreadPoolExecutor(1, f"{role}-{rank}") for rank in range(len(workers))]
+        self._turns = [Turns(f"{role}-{rank}") for rank in range(len(workers))]
 
     async def _send(self, rank: int, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         function = getattr(self.workers[rank], method)
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads[rank], lambda: function(*args, **kwargs))
+        return await asyncio.wrap_future(self._turns[rank].submit(lambda: function(*args, **kwargs)))
 
     async def close(self) -> None:
         for worker in self.workers:
             close = getattr(worker, "close", None)
             if close is not None:
                 close()
-        for thread in self._threads:
-            thread.shutdown(wait=False, cancel_futures=True)

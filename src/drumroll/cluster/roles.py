@@ -51,8 +51,8 @@ def make_reference(config: RLConfig, ranks: Ranks = ALONE) -> TorchLearner:
 
 def native_engine(config: AnyConfig, model: LoadedModel) -> NativeEngine:
     """The embedded engine over a model."""
-    slots, context = config.roles.rollout.slots, context_length(config)
-    return NativeEngine(model, slots=slots, context=context, fixed_shape=config.deterministic)
+    role, context = config.roles.rollout, context_length(config)
+    return NativeEngine(model, slots=role.slots, context=context, fixed_shape=config.deterministic, cache_gb=role.cache_gb)
 
 
 def make_engine(config: AnyConfig) -> Engine:

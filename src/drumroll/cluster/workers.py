@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from drumroll.cluster.group import WorkerGroup
 from drumroll.config import AnyConfig, RLConfig
 from drumroll.engines import Engine
 from drumroll.learners import Learner
+from drumroll.models.cores import CORES
 from drumroll.rewards import Pool
 from drumroll.rollout.router import Router
 from drumroll.sample import Version
@@ -102,6 +102,6 @@ def context_length(config: AnyConfig) -> int:
 
 def configure_torch(config: AnyConfig, threads: int = 0) -> None:
     """Threads and determinism of this process."""
-    torch.set_num_threads(threads or config.threads or os.cpu_count() or 1)
+    CORES.configure(threads or config.threads, fixed=config.deterministic)
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)

@@ -75,7 +75,9 @@ class RolloutRole(Section):
     workers: int = Field(1, ge=1)
     """How many engines on the `local` runtime; on `ray` the devices say it."""
     slots: int = Field(256, ge=1)
-    """How many samples an engine generates at once; bounds the memory of its key-value cache."""
+    """How many samples an engine generates at once."""
+    cache_gb: float | None = Field(None, gt=0)
+    """native: memory of keys and values; when it runs out, the youngest samples wait. Default: enough for all slots at full length."""
 
 
 class ReferenceRole(Section):

@@ -29,6 +29,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

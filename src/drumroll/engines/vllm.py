@@ -47,7 +47,7 @@ class VllmEngine:
     enable_expert_parallel, enable_prefix_caching, enable_lora, max_lora_rank, dtype, gpu_memory_utilization, ...) and
     win over the defaults; `max_num_seqs` and `max_model_len` over `slots` and `context`.
 
-    With `top_p` or `top_k` log-probs are of the restricted distribution. On a CPU keys and values have 1 GiB
+    With `top_p`, `top_k` or `min_p` log-probs are of the restricted distribution. On a CPU keys and values have 1 GiB
     unless `kv_cache_memory_bytes` says otherwise.
     """
 
@@ -208,6 +208,7 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_tokens,
             seed=sample_seed(request.seed, "vllm", len(request.tokens), 0),
             stop=list(sampling.stop),

@@ -1,7 +1,8 @@
 """The plain PyTorch learner: a device a rank, CPU or CUDA by the same code; ranks are data-parallel.
 
-It does only needed work: packed tokens without padding, logits only where a token is trained, micro-batches by a
-token budget. The result does not depend on how a batch is cut, because every token carries its share of the loss.
+It does only needed work: packed tokens without padding, the prompt that samples share once, logits only where a token
+is trained and in chunks, micro-batches by a token budget. The result does not depend on how a batch is cut, because
+every token carries its share of the loss.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from drumroll.learners import Metrics, Update
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.totals import Totals
 from drumroll.models.adapters import save_model, without_adapters
-from drumroll.models.attention import Packed
+from drumroll.models.head import Head
 from drumroll.models.loading import LoadedModel
+from drumroll.models.paths import Paths
 
 STATE = "learner.json"
 MASTER = "master.safetensors"
@@ -85,22 +87,15 @@ class TorchLearner:
 
     def _forward(self, micro: Batch, temperature: float, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies at the trained tokens of a micro-batch."""
-        tokens = micro.tokens.to(self.device)
-        trained = micro.mask.nonzero()[:, 0].to(self.device)
-        layout = Packed(micro.lengths.to(self.device))
-        out = self.model.module(
-            input_ids=tokens[None],
-            position_ids=layout.positions(),
-            use_cache=False,
-            layout=layout,
-            logits_to_keep=trained - 1,
+        tree = micro.tree()
+        layout = Paths(tree.paths, self.device)
+        module = self.model.module
+        out = module.base_model(
+            input_ids=tree.tokens.to(self.device)[None], position_ids=layout.positions(), use_cache=False, layout=layout
         )
-        logits = out.logits[0]
-        distribution = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
-        chosen = distribution.gather(1, tokens[trained, None])[:, 0]
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = -(distribution.exp() * distribution).sum(-1)
-        return chosen, entropy
+        before = tree.node_of[micro.mask.nonzero()[:, 0] - 1].to(self.device)
+        hidden, chosen = out.last_hidden_state[0].index_select(0, before), micro.tokens[micro.mask].to(self.device)
+        return Head(module, type(out))(hidden, chosen, temperature, entropy_gradient=entropy_gradient)
 
     # --- the update ---
 

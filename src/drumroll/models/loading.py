@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from drumroll.errors import ConfigError, ModelError, did_you_mean
 from drumroll.models import attention, tiny
@@ -107,11 +108,39 @@ def _eos(module: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def kv_shapes(module: Any) -> list[tuple[int, int]]:
-    """(kv heads, head dim) of every attention layer, read from the key projections' configuration."""
+    """(kv heads, head dim) of every attention layer, seen by passing one token through the model.
+
+    A model whose layers do not all attend through our function, or attend in a way it does not know, is refused.
+    """
     config = module.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return [(heads, dim)] * config.num_hidden_layers
+    for name in ("attn_logit_softcapping", "use_bidirectional_attention", "alibi"):
+        if getattr(config, name, None):
+            raise ModelError(f"model: type '{config.model_type}' with {name} is not supported by the native engine.")
+    if any(name.endswith(".sinks") for name, _ in module.named_parameters()):
+        raise ModelError(f"model: type '{config.model_type}' has attention sinks, which the native engine does not support.")
+    seen = _Seen()
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(module.parameters()).device)
+    with torch.no_grad():
+        module(input_ids=token, position_ids=token, use_cache=False, layout=seen)
+    if sorted(seen.shapes) != list(range(config.num_hidden_layers)):
+        raise ModelError(
+            f"model: of the {config.num_hidden_layers} layers of type '{config.model_type}' only {len(seen.shapes)} attend "
+            f"through transformers' attention interface, so the native engine cannot keep their keys and values."
+        )
+    return [seen.shapes[layer] for layer in sorted(seen.shapes)]
+
+
+class _Seen:
+    """A layout that notes what each layer brings."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        if k.shape != v.shape:
+            raise ModelError("model: keys and values of different size are not supported by the native engine.")
+        self.shapes[layer] = (k.shape[1], k.shape[2])
+        return torch.zeros_like(q)
 
 
 def _quiet_transformers() -> None:
