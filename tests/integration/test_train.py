@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from conftest import untimed
 
 import drumroll
 from drumroll.config import RLConfig, load
@@ -25,15 +26,6 @@ LEARNING = {
     "optim": {"lr": 4e-4, "warmup": 3},
     "eval": {"sets": {"sums": {"limit": 100}, "reversal": {"source": "drumroll.data.problems:reversal", "limit": 100}}},
 }
-
-
-def untimed(run):
-    """Metrics without timings, as bytes."""
-    lines = [
-        {k: v for k, v in m.items() if not k.startswith(("time/", "memory/")) and k != "rollout/tokens_per_s"}
-        for m in run.metrics
-    ]
-    return json.dumps(lines)
 
 
 def test_it_really_learns(small):
@@ -103,6 +95,27 @@ def test_an_interrupted_or_killed_run_equals_its_uninterrupted_twin(small, tmp_p
         [(s["id"].partition("~")[0], s["traces"]) for s in run.samples if s["fate"] == "trained"] for run in (twin, whole)
     ]
     assert trained[0] == trained[1]
+
+
+def test_a_second_ctrl_c_ends_at_once(small, mine, tmp_path):
+    """The first waits for the step, which here would take an hour."""
+    name = mine("import time\ndef slow(completion):\n    time.sleep(3600)\n")
+    path = tmp_path / "recipe.yaml"
+    recipe = small(reward=f"{name}:slow", rollout={"reward_timeout": 3600}, eval={"sets": {}}, import_from=[str(tmp_path)])
+    path.write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-m", "drumroll", "train", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline().startswith("step 0/2")
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline().startswith("Stopping after this step; Ctrl-C again ends the run at once")
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "interrupted; saved before the first step. Continue with: drumroll train --resume" in rest
+    assert process.returncode == 130
 
 
 def test_the_written_out_loop_has_the_same_losses(small):

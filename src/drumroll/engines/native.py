@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,7 @@ class NativeEngine:
         self._inbox: list[_Row] = []
         self._aborts: set[str] = set()
         self._interrupted = False
-        self._switch: tuple[Version, Mapping[str, Tensor], bool, threading.Event] | None = None
+        self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
@@ -98,19 +99,13 @@ class NativeEngine:
         self.version = version
 
     def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
-        applied = threading.Event()
-        with self._wake:
-            if self._closed:
-                raise EngineLost("the engine is closed")
-            self._switch = (version, weights, recompute, applied)
-            self._wake.notify()
-        applied.wait()
+        self._change(lambda: self._apply(version, weights, recompute))
 
     def sleep(self) -> None:
-        self._kept = None
+        self._change(self._fall_asleep)
 
     def wake(self) -> None:
-        self._kept = self._kept or self._new_cache()
+        self._change(self._wake_up)
 
     def capacity(self) -> int:
         return self.slots
@@ -120,6 +115,16 @@ class NativeEngine:
             self._closed = True
             self._wake.notify()
         self._thread.join(timeout=10)
+
+    def _change(self, work: Callable[[], None]) -> None:
+        """Have the thread do something between two tokens. What fails leaves it half changed, so the engine is then lost."""
+        done: Future[None] = Future()
+        with self._wake:
+            if self._closed:
+                raise EngineLost("the engine is closed")
+            self._changes.append((work, done))
+            self._wake.notify()
+        done.result()
 
     # --- the engine's own thread ---
 
@@ -149,42 +154,55 @@ class NativeEngine:
                 self._closed = True
                 self._waiting.extend(self._inbox)
                 self._inbox.clear()
-                switch, self._switch = self._switch, None
-            if switch is not None:
-                switch[3].set()
+            for _, done in self._changes:
+                done.set_exception(EngineLost(reason))
             self._fail_all(EngineLost(reason))
 
     def _collect(self) -> bool:
-        """Wait for work; take in new requests, aborts and new weights. False when closed."""
+        """Wait for work; take in new requests, aborts and changes. False when closed."""
         with self._wake:
-            while not (self._inbox or self._waiting or self._live() or self._closed or self._switch):
+            while not (self._inbox or self._can_go_on() or self._closed or self._changes):
                 self._wake.wait()
             self._waiting.extend(self._inbox)
             self._inbox.clear()
             aborts, self._aborts = self._aborts, set()
             interrupted, self._interrupted = self._interrupted, False
-            switch, self._switch = self._switch, None
         if interrupted:
             aborts = {row.request.id for row in (*self._waiting, *self._rows) if row is not None}
         if aborts:
             self._abort_rows(aborts)
-        if switch is not None:
-            self._apply(*switch)
+        while self._changes and not self._closed:
+            work, done = self._changes.popleft()
+            try:
+                work()
+            except BaseException as error:
+                done.set_exception(EngineLost(f"the engine could not change its state: {type(error).__name__}: {error}"))
+                raise
+            done.set_result(None)
         return not self._closed
 
-    def _apply(self, version: Version, weights: Mapping[str, Tensor], recompute: bool, applied: threading.Event) -> None:
-        """New weights, between two tokens."""
-        try:
-            own = dict(self.model.module.named_parameters())
-            with torch.no_grad():
-                for name, value in weights.items():
-                    own[name].copy_(value)
-            self.version = version
-            if recompute:
-                with torch.inference_mode():
-                    self._recompute()
-        finally:
-            applied.set()
+    def _can_go_on(self) -> bool:
+        """While it sleeps, requests that come late wait; they can only be aborted."""
+        if self._kept is None:
+            return bool(self._waiting and (self._aborts or self._interrupted))
+        return bool(self._waiting) or self._live()
+
+    def _apply(self, version: Version, weights: Mapping[str, Tensor], recompute: bool) -> None:
+        own = dict(self.model.module.named_parameters())
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+        self.version = version
+        if recompute:
+            with torch.inference_mode():
+                self._recompute()
+
+    def _fall_asleep(self) -> None:
+        self._abort_rows({row.request.id for row in (*self._waiting, *self._rows) if row is not None})
+        self._kept = None
+
+    def _wake_up(self) -> None:
+        self._kept = self._kept or self._new_cache()
 
     def _recompute(self) -> None:
         """Compute the keys and values of all live rows anew; their last token has none yet."""
@@ -217,6 +235,8 @@ class NativeEngine:
 
     def _admit(self) -> None:
         """Prefill waiting requests while slots are free, those with equal prompts together."""
+        if self._kept is None:
+            return
         by_prompt: dict[tuple[int, ...], list[tuple[int, _Row]]] = {}
         for slot, row in self._seats():
             while len(self._rows) <= slot:
