@@ -59,17 +59,22 @@ def small(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     return make
 
 
-def untimed(run: Any) -> str:
+@pytest.fixture
+def untimed() -> Callable[[Any], str]:
     """A run's metrics without timings and memory, as text to be compared."""
     timed = ("time/", "memory/", "rollout/tokens_per_s")
-    return json.dumps([{k: v for k, v in m.items() if not k.startswith(timed)} for m in run.metrics])
+    return lambda run: json.dumps([{k: v for k, v in m.items() if not k.startswith(timed)} for m in run.metrics])
 
 
-async def kill(group: Any, rank: int = 0) -> None:
+@pytest.fixture
+def kill() -> Callable[..., Coroutine[Any, Any, None]]:
     """End a worker's process as the system does when memory runs out."""
     from drumroll.cluster.seats import LearnerSeat
 
-    os.kill(await group.call(rank, LearnerSeat.pid), signal.SIGKILL)
+    async def strike(group: Any, rank: int = 0) -> None:
+        os.kill(await group.call(rank, LearnerSeat.pid), signal.SIGKILL)
+
+    return strike
 
 
 @pytest.fixture

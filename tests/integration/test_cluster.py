@@ -2,7 +2,6 @@
 
 import pytest
 import yaml
-from conftest import kill, untimed
 
 import drumroll
 from drumroll.errors import ConfigError
@@ -25,7 +24,7 @@ def cluster():
 ONE = {"runtime": "ray", "devices": 1, "kind": "cpu", "threads": 1}
 
 
-def test_ray_and_local_are_byte_equal(small):
+def test_ray_and_local_are_byte_equal(small, untimed):
     same = {
         "deterministic": True,
         "threads": 1,
@@ -139,7 +138,7 @@ def test_the_papers_partial_sharing_in_small(small, staleness):
         assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
 
 
-def test_a_killed_engine_is_replaced_and_the_run_completes(small, killer):
+def test_a_killed_engine_is_replaced_and_the_run_completes(small, killer, kill):
     listener = killer(lambda workers: kill(workers.rollout))
     run = drumroll.train(small(cluster=ONE, steps=4, threads=1), progress=listener)
     assert run.summary["steps"] == 4
@@ -150,7 +149,7 @@ def test_a_killed_engine_is_replaced_and_the_run_completes(small, killer):
 
 
 @pytest.mark.slow
-def test_an_engine_killed_in_the_middle_of_a_broadcast_is_replaced(small, killer, monkeypatch):
+def test_an_engine_killed_in_the_middle_of_a_broadcast_is_replaced(small, killer, monkeypatch, kill):
     """Its sender is under way and the other engine has begun to receive; the second attempt reaches who is there."""
     call, struck = RayGroup.call, []
 
@@ -177,7 +176,7 @@ def test_an_engine_killed_in_the_middle_of_a_broadcast_is_replaced(small, killer
 
 
 @pytest.mark.slow
-def test_a_killed_judge_is_replaced_and_asked_again(small, killer):
+def test_a_killed_judge_is_replaced_and_asked_again(small, killer, kill):
     async def strike(workers):
         await kill(workers._fleets[1].group)
 
@@ -190,7 +189,7 @@ def test_a_killed_judge_is_replaced_and_asked_again(small, killer):
     assert listener.heard[0].endswith("its questions go to other judges and a new one is started.")
 
 
-def test_a_killed_learner_ends_the_run_with_one_sentence(small, killer):
+def test_a_killed_learner_ends_the_run_with_one_sentence(small, killer, kill):
     listener = killer(lambda workers: kill(workers.actor))
     with pytest.raises(
         WorkerLost, match=r"^actor rank 0 is gone: .*SIGKILL.*; the run stops; drumroll train --resume .*small goes on"

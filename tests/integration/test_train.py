@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import untimed
 
 import drumroll
 from drumroll.config import RLConfig, load
@@ -36,7 +35,7 @@ def test_it_really_learns(small):
     assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
 
 
-def test_deterministic_runs_are_byte_equal(small):
+def test_deterministic_runs_are_byte_equal(small, untimed):
     runs = [drumroll.train(small(name=name, deterministic=True, steps=3, eval={"every": 1})) for name in ("a", "b")]
     assert untimed(runs[0]) == untimed(runs[1])
     assert [s["traces"] for s in runs[0].samples] == [s["traces"] for s in runs[1].samples]
@@ -45,7 +44,7 @@ def test_deterministic_runs_are_byte_equal(small):
 
 
 @pytest.mark.parametrize("pipeline", ["rl", "sft", "critic"])
-def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline):
+def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline, untimed):
     changes = {"deterministic": True, "eval": {"every": 2}, "checkpoint": {"every": 1}}
     if pipeline == "sft":
         rows = {"source": "drumroll.data.problems:demonstrations", "args": {"task": "sums", "flawed": 0.5}}
@@ -68,7 +67,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
-def test_an_interrupted_or_killed_run_equals_its_uninterrupted_twin(small, tmp_path, number):
+def test_an_interrupted_or_killed_run_equals_its_uninterrupted_twin(small, tmp_path, number, untimed):
     """A real process, a real signal at an arbitrary moment; resumed, it is the same run to the last byte."""
     changes = {
         "deterministic": True,

@@ -162,9 +162,10 @@ def test_recomputing_really_happens(monkeypatch):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_dropout_stays_off_in_updates(recompute):
     """The policy that is trained is the one that sampled."""
-    learner = TorchLearner(load("tiny-random", seed=1, recompute_activations=recompute), OptimConfig(), total_steps=1)
-    layer = learner.model.module.model.layers[0]
+    model = load("tiny-random", seed=1, recompute_activations=recompute)
+    layer = model.module.model.layers[0]
     layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.5))
+    learner = TorchLearner(model, OptimConfig(), total_steps=1)
     made = batch()
     made = made.with_(behaviour=learner.logprobs(made, 1.0))
     metrics = learner.update(Update(made, SFTLoss(), Shares("token_mean")))

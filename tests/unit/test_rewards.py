@@ -13,7 +13,6 @@ from drumroll.engines import Completion, EngineLost
 from drumroll.errors import ConfigError
 from drumroll.models.loading import load_tokenizer
 from drumroll.rewards import REWARDS, Scorer
-from drumroll.rewards.judge import ask_by
 from drumroll.rewards.text import exact, number
 from drumroll.rollout.router import Router
 from drumroll.sample import Prompt, Sample, StopReason
@@ -204,6 +203,8 @@ TOKENS = list(load_tokenizer("tiny")("yes")["input_ids"])
 
 
 def test_a_judge_that_is_lost_or_must_rest_is_asked_again():
+    from drumroll.rewards.judge import ask_by
+
     async def main():
         judges = Judges()
         ask = ask_by(judges.router, load_tokenizer("tiny"), JudgeRole(model="tiny", max_tokens=8))

@@ -50,6 +50,7 @@ class TorchLearner:
         self._stop = threading.Event()
         self._partial = False
         self.device = next(model.module.parameters()).device
+        model.module.eval()
         if config is None:
             model.module.requires_grad_(False)
             return
