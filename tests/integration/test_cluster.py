@@ -1,5 +1,9 @@
 """The same run on the ray runtime: equal to the local one, over several ranks, on shared devices, and when workers die."""
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -104,6 +108,42 @@ def test_vllm_generates_and_agrees(small, roles):
     pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
     run = drumroll.train(small(cluster=ONE, roles={"rollout": {"backend": "vllm"}, **roles}, **SYNCED))
     assert [m["train/mismatch"] < 1e-4 for m in run.metrics[1:]] == [True] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["core", "process"])
+def test_a_vllm_engine_is_replaced_and_leaves_nothing_behind(small, killer, victim):
+    """Its core dies in a living process, or the process that owns the core."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
+    cores = []
+
+    async def strike(workers):
+        pid = await workers.rollout.call(0, LearnerSeat.pid)
+        cores.extend(child for child in descendants(pid) if "EngineCore" in Path(f"/proc/{child}/cmdline").read_text())
+        for one in [pid] if victim == "process" else cores:
+            os.kill(one, signal.SIGKILL)
+
+    listener = killer(strike)
+    recipe = small(cluster=ONE, roles={"rollout": {"backend": "vllm"}}, **(SYNCED | {"steps": 4}))
+    run = drumroll.train(recipe, progress=listener)
+    assert run.summary["steps"] == 4
+    assert len(listener.heard) == 1
+    assert listener.heard[0].startswith("rollout rank 0 is gone: " + ("vLLM" if victim == "core" else "its process"))
+    assert cores
+    assert not [core for core in cores if runs(core)]
+    assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
+
+
+def runs(pid):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def descendants(pid):
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return children + [below for child in children for below in descendants(child)]
 
 
 @pytest.mark.slow
