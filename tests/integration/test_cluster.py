@@ -9,6 +9,7 @@ import yaml
 
 import drumroll
 from drumroll.errors import ConfigError
+from drumroll.store.run import Run
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'drumroll[ray]'")
 from drumroll.cluster.host import WorkerLost  # noqa: E402
@@ -257,29 +258,34 @@ def loss(tokens, config):
 """
 
 
-def test_own_parts_and_relative_paths_on_every_worker(small, mine, tmp_path, monkeypatch):
+def test_own_parts_and_relative_paths_on_every_worker(small, mine, tmp_path, monkeypatch, killer):
     """One's own estimator gets its critic and one's own loss is found, though workers run in another directory; and a
     rank that is killed in the middle of an update is named, not the peer that waited for it."""
     name = mine(OWN.format(order=str(tmp_path / "order")))
     untied(tmp_path / "models" / "untied")
     monkeypatch.chdir(tmp_path)
+
+    async def order(workers):
+        (tmp_path / "order").touch()
+
     recipe = small(
         cluster=ONE | {"devices": 2, "call_timeout": 120},
         roles={"rollout": {"devices": "0"}, "critic": {"devices": "0"}},
         algorithm={"advantage": f"{name}:surprise", "loss": f"{name}:loss"},
         output="runs",
         model="models/untied",
-        steps=1,
+        steps=50,
         threads=1,
         eval={"sets": {}},
         checkpoint={"every": 1},
     )
-    run = drumroll.train(recipe)
+    with pytest.raises(
+        WorkerLost, match=r"^actor rank [01] is gone: .*SIGKILL.*; the run stops; drumroll train --resume runs/"
+    ):
+        drumroll.train(recipe, progress=killer(order))
+    run = Run.open("runs/small")
     assert "critic/loss" in run.metrics[1]
-    assert (tmp_path / "runs/small/model/config.json").exists()
-    (tmp_path / "order").touch()
-    with pytest.raises(WorkerLost, match=r"^actor rank [01] is gone: .*SIGKILL.*; the run stops; drumroll train --resume"):
-        drumroll.train(resume="runs/small", overrides=["steps=3"])
+    assert run.checkpoints.steps()
 
 
 @pytest.mark.parametrize(
