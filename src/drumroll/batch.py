@@ -44,7 +44,8 @@ class Batch:
 
     tokens: Tensor  # [tokens] int64
     lengths: Tensor  # [traces] int64
-    mask: Tensor  # [tokens] bool: written by the policy, so trained
+    owned: Tensor  # [tokens] bool: written by the policy
+    mask: Tensor  # [tokens] bool: trained; those owned, less what is too old or left out of the loss
     behaviour: Tensor  # [tokens] float32: log-prob when sampled
     versions: Tensor  # [tokens] int64: weights that sampled it, -1 where nobody did
     sample_of: Tensor  # [traces] int64: which sample a trace belongs to
@@ -78,9 +79,16 @@ class Batch:
         return self.sample_of[self.trace_of_token()]
 
     def policy_lengths(self) -> Tensor:
+        """[samples] number of tokens that the policy wrote, trained or not: what a length penalty speaks of."""
+        return self._count(self.owned)
+
+    def trained_lengths(self) -> Tensor:
         """[samples] number of trained tokens."""
+        return self._count(self.mask)
+
+    def _count(self, tokens: Tensor) -> Tensor:
         counts = torch.zeros(self.num_samples, dtype=torch.int64)
-        return counts.index_add_(0, self.sample_of_token(), self.mask.to(torch.int64))
+        return counts.index_add_(0, self.sample_of_token(), tokens.to(torch.int64))
 
     def with_(self, **changes: Tensor | None) -> Batch:
         """A copy with some columns replaced."""
@@ -212,7 +220,10 @@ def _deal(families: Sequence[Family], ranks: int, lengths: Sequence[int]) -> lis
     return shares
 
 
-PER_TOKEN = ("tokens", "mask", "behaviour", "versions", "old", "reference", "values", "returns", "advantages", "weights")
+PER_TOKEN = (
+    *("tokens", "owned", "mask", "behaviour", "versions"),
+    *("old", "reference", "values", "returns", "advantages", "weights"),
+)
 
 
 def pack(groups: Sequence[Group], oldest: Version = 0) -> Batch:
@@ -222,15 +233,15 @@ def pack(groups: Sequence[Group], oldest: Version = 0) -> Batch:
     assert samples, "pack needs at least one scored sample"
     traces = [(i, trace) for i, (_, sample) in enumerate(samples) for trace in sample.traces]
     assert all(trace.owners[0] is not Owner.POLICY for _, trace in traces), "a trace starts with a prompt token"
+    versions = torch.tensor([v for _, trace in traces for v in trace.versions], dtype=torch.int64)
+    owned = torch.tensor([o is Owner.POLICY for _, trace in traces for o in trace.owners], dtype=torch.bool)
     return Batch(
         tokens=torch.tensor([t for _, trace in traces for t in trace.tokens], dtype=torch.int64),
         lengths=torch.tensor([len(trace.tokens) for _, trace in traces], dtype=torch.int64),
-        mask=torch.tensor(
-            [o is Owner.POLICY and v >= oldest for _, t in traces for o, v in zip(t.owners, t.versions, strict=True)],
-            dtype=torch.bool,
-        ),
+        owned=owned,
+        mask=owned & (versions >= oldest),
         behaviour=torch.tensor([p for _, trace in traces for p in trace.logprobs], dtype=torch.float32),
-        versions=torch.tensor([v for _, trace in traces for v in trace.versions], dtype=torch.int64),
+        versions=versions,
         sample_of=torch.tensor([i for i, _ in traces], dtype=torch.int64),
         group_of=torch.tensor([g for g, _ in samples], dtype=torch.int64),
         rewards=torch.tensor([s.reward for _, s in samples], dtype=torch.float32),

@@ -27,15 +27,6 @@ LEARNING = {
 }
 
 
-def untimed(run):
-    """Metrics without timings, as bytes."""
-    lines = [
-        {k: v for k, v in m.items() if not k.startswith(("time/", "memory/")) and k != "rollout/tokens_per_s"}
-        for m in run.metrics
-    ]
-    return json.dumps(lines)
-
-
 def test_it_really_learns(small):
     run = drumroll.train(small(**LEARNING))
     before, after = run.summary["before"], run.summary["after"]
@@ -44,7 +35,7 @@ def test_it_really_learns(small):
     assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
 
 
-def test_deterministic_runs_are_byte_equal(small):
+def test_deterministic_runs_are_byte_equal(small, untimed):
     runs = [drumroll.train(small(name=name, deterministic=True, steps=3, eval={"every": 1})) for name in ("a", "b")]
     assert untimed(runs[0]) == untimed(runs[1])
     assert [s["traces"] for s in runs[0].samples] == [s["traces"] for s in runs[1].samples]
@@ -53,7 +44,7 @@ def test_deterministic_runs_are_byte_equal(small):
 
 
 @pytest.mark.parametrize("pipeline", ["rl", "sft", "critic"])
-def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline):
+def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline, untimed):
     changes = {"deterministic": True, "eval": {"every": 2}, "checkpoint": {"every": 1}}
     if pipeline == "sft":
         rows = {"source": "drumroll.data.problems:demonstrations", "args": {"task": "sums", "flawed": 0.5}}
@@ -76,7 +67,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
-def test_an_interrupted_or_killed_run_equals_its_uninterrupted_twin(small, tmp_path, number):
+def test_an_interrupted_or_killed_run_equals_its_uninterrupted_twin(small, tmp_path, number, untimed):
     """A real process, a real signal at an arbitrary moment; resumed, it is the same run to the last byte."""
     changes = {
         "deterministic": True,
@@ -103,6 +94,27 @@ def test_an_interrupted_or_killed_run_equals_its_uninterrupted_twin(small, tmp_p
         [(s["id"].partition("~")[0], s["traces"]) for s in run.samples if s["fate"] == "trained"] for run in (twin, whole)
     ]
     assert trained[0] == trained[1]
+
+
+def test_a_second_ctrl_c_ends_at_once(small, mine, tmp_path):
+    """The first waits for the step, which here would take an hour."""
+    name = mine("import time\ndef slow(completion):\n    time.sleep(3600)\n")
+    path = tmp_path / "recipe.yaml"
+    recipe = small(reward=f"{name}:slow", rollout={"reward_timeout": 3600}, eval={"sets": {}}, import_from=[str(tmp_path)])
+    path.write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-m", "drumroll", "train", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline().startswith("step 0/2")
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline().startswith("Stopping after this step; Ctrl-C again ends the run at once")
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "interrupted; saved before the first step. Continue with: drumroll train --resume" in rest
+    assert process.returncode == 130
 
 
 def test_the_written_out_loop_has_the_same_losses(small):

@@ -14,7 +14,7 @@ from drumroll.engines import EngineLost, Request, Sampling
 from drumroll.engines.native import NativeEngine
 from drumroll.engines.sampler import Restriction, choose, keyed_uniform
 from drumroll.learners.torch import TorchLearner
-from drumroll.models.loading import load
+from drumroll.models.loading import end_tokens, load
 from drumroll.sample import Group, Owner, Prompt, Sample, StopReason, Trace
 
 
@@ -267,6 +267,51 @@ def test_a_killed_engine_thread_loses_its_requests_and_says_so(model):
         run(engine, requests(2))
     with pytest.raises(EngineLost):
         run(engine, requests(2))
+
+
+def test_weights_that_cannot_be_loaded_are_told_and_lose_the_engine():
+    engine = NativeEngine(load("tiny-random"), slots=4, context=32)
+    name = next(iter(dict(engine.model.module.named_parameters())))
+    with pytest.raises(EngineLost, match=r"could not change its state: RuntimeError"):
+        engine.load(1, {name: torch.zeros(3, 5)}, recompute=False)
+    assert engine.version == 0
+    with pytest.raises(EngineLost):
+        run(engine, requests(2))
+
+
+def test_a_sleeping_engine_ends_what_runs_and_keeps_what_comes_until_it_wakes(model):
+    engine = endless(model, slots=2)
+
+    async def go():
+        loop = asyncio.get_running_loop()
+        running = [asyncio.create_task(engine.generate(Request(f"{i}", (5, 6), Sampling(1.0, 3000), i))) for i in range(3)]
+        await until(lambda: len(lengths(engine)) == 2)
+        await loop.run_in_executor(None, engine.sleep)
+        assert engine._kept is None
+        assert [(await task).stop for task in running] == [StopReason.ABORTED] * 3
+        late, gone = (asyncio.create_task(engine.generate(Request(n, (5, 6), Sampling(1.0, 9), 0))) for n in ("late", "gone"))
+        await until(lambda: len(engine._waiting) == 2)
+        engine.abort("gone")
+        assert (await gone).stop is StopReason.ABORTED
+        assert not late.done()
+        await loop.run_in_executor(None, engine.wake)
+        return await late
+
+    assert len(asyncio.run(go()).tokens) == 9
+    engine.close()
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["generation config", "model config only"])
+def test_the_tokens_that_end_a_completion_are_known_without_the_weights(tmp_path, listed):
+    model = load("tiny")
+    model.module.generation_config.eos_token_id = [2, 7]
+    model.module.config.eos_token_id = 5
+    model.module.save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    if not listed:
+        (tmp_path / "generation_config.json").unlink()
+    assert end_tokens(str(tmp_path)) == load(str(tmp_path)).eos == (frozenset({2, 7}) if listed else frozenset({2, 5}))
+    assert end_tokens("tiny") == load("tiny").eos
 
 
 # --- the sampler ---

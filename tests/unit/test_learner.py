@@ -95,7 +95,7 @@ def test_an_idle_update_counts_and_trains_nothing():
     learner = TorchLearner(load("tiny-random"), OptimConfig(lr=1.0), total_steps=1)
     before = copy.deepcopy(learner.weights())
     assert learner.update(Update(batch(), SFTLoss(), Shares("token_mean"), idle=True)) == {}
-    assert learner.updates() == 1
+    assert learner.step == 1
     assert all(torch.equal(before[name], value) for name, value in learner.weights().items())
 
 
@@ -157,6 +157,26 @@ def test_recomputing_really_happens(monkeypatch):
     monkeypatch.setattr(layer.mlp, "forward", lambda *a: calls.append(1) or plain(*a))
     learner.update(Update(batch(), SFTLoss(), Shares("token_mean")))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_stays_off_in_updates(recompute):
+    """The policy that is trained is the one that sampled."""
+    model = load("tiny-random", seed=1, recompute_activations=recompute)
+    layer = model.module.model.layers[0]
+    layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.5))
+    learner = TorchLearner(model, OptimConfig(), total_steps=1)
+    made = batch()
+    made = made.with_(behaviour=learner.logprobs(made, 1.0))
+    metrics = learner.update(Update(made, SFTLoss(), Shares("token_mean")))
+    assert metrics["train/mismatch"] < 1e-5
+
+
+def test_a_rank_without_tokens_keeps_the_steps_metrics():
+    report = {"train/loss": 0.5, "train/tokens": 8.0, "train/lr": 1e-3, "train/grad_norm": 2.0, "train/entropy": 1.5}
+    empty = {"train/loss": 0.0, "train/tokens": 0.0, "train/lr": 1e-3, "train/grad_norm": 2.0}
+    assert merge([empty, report]) == report
+    assert merge([empty, empty]) == empty
 
 
 def test_bfloat16_keeps_float32_masters():

@@ -11,11 +11,11 @@ from torch import Tensor
 from drumroll.algorithms.advantages import ESTIMATORS, Scores
 from drumroll.algorithms.aggregations import Shares
 from drumroll.algorithms.losses import LOSSES, PolicyLoss, ValueLoss, kl_divergence
-from drumroll.algorithms.shaping import KLPenalty, Normaliser, shape, shape_alone
+from drumroll.algorithms.shaping import FLAT, KLPenalty, Normaliser, shape, shape_alone
 from drumroll.algorithms.statistics import means_of, sums_by, whiten
 from drumroll.batch import Batch
 from drumroll.config.algorithm import AlgorithmConfig
-from drumroll.errors import AlgorithmError
+from drumroll.errors import AlgorithmError, ConfigError
 
 OLD, REFERENCE, VALUES, GREEDY = "old log-probs", "reference", "values", "greedy"
 
@@ -43,6 +43,11 @@ class Algorithm:
         LOSSES.get(config.loss)
         self.old_is_behaviour = stale and config.correction == "none"
         self.needs = self._needs(single_update)
+        if config.critic_first and VALUES not in self.needs:
+            raise ConfigError(
+                f"algorithm.critic_first: {config.critic_first} needs a critic, but algorithm.advantage: {config.advantage} asks for none; "
+                'register it with needs=("values",), or set critic_first 0.'
+            )
 
     def _needs(self, single_update: bool) -> dict[str, str]:
         config, needs = self.config, {}
@@ -72,7 +77,7 @@ class Algorithm:
             returns[mask] = (tokens[mask] + scores.values).float()
             if mask.any():
                 error, spread = (v.var(correction=0) for v in (returns[mask] - scores.values, returns[mask]))
-                self.metrics["critic/explained"] = float(1 - error / spread.clamp_min(1e-12))
+                self.metrics["critic/explained"] = float(1 - error / spread) if spread > FLAT**2 else 0.0
         if config.whiten:
             tokens = whiten(tokens, mask)
         if config.advantage_clip is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from enum import StrEnum
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
+from drumroll.cluster.devices import Place
 from drumroll.cluster.host import WorkerLost
 from drumroll.errors import Interrupted
 from drumroll.models.cores import Turns
@@ -83,6 +84,24 @@ class WorkerGroup(ABC, Generic[W]):
         """Run a method without waiting; a worker that is gone is found out by whoever waits for it."""
         task = asyncio.ensure_future(self._send(rank, method.__name__, args, kwargs))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+class MortalGroup(WorkerGroup[W]):
+    """Workers in processes that may die, each in its place."""
+
+    places: list[Place]
+
+    @abstractmethod
+    async def lost(self, rank: int) -> WorkerLost:
+        """Wait until a worker's process is gone; says how."""
+
+    @abstractmethod
+    async def replace(self, rank: int, place: Place | None = None) -> None:
+        """Make a worker anew in a new process, in its place or another; what runs in the old one is lost."""
+
+    @abstractmethod
+    def kill(self, rank: int) -> None:
+        """End a worker's process."""
 
 
 async def _together(*calls: Coroutine[Any, Any, R]) -> list[R]:

@@ -12,9 +12,10 @@ from contextlib import suppress
 
 from typing_extensions import override
 
-from drumroll.algorithms import VALUES
+from drumroll.algorithms import REFERENCE, VALUES
 from drumroll.cluster.desk import Desk
 from drumroll.cluster.group import LocalGroup, Role
+from drumroll.cluster.layout import adapters_off
 from drumroll.cluster.memory import peak_gb
 from drumroll.cluster.pool import KillablePool
 from drumroll.cluster.roles import make_actor, make_critic, make_judge, make_reference, native_engine
@@ -51,9 +52,8 @@ class LocalWorkers(Workers):
         algorithm = open_algorithm(config)
         self.desk = LocalGroup(Role.DESK, [Desk(algorithm)])
         self.needs = algorithm.needs
-        if rl is not None and rl.algorithm.needs_reference():
-            same = rl.roles.actor.lora is not None and rl.roles.reference.model is None
-            self.reference = self.actor if same else LocalGroup(Role.REFERENCE, [make_reference(rl)])
+        if rl is not None and REFERENCE in self.needs:
+            self.reference = self.actor if adapters_off(rl) else LocalGroup(Role.REFERENCE, [make_reference(rl)])
         if rl is not None and VALUES in self.needs:
             self._trained.append(make_critic(rl))
             self.critic = LocalGroup(Role.CRITIC, self._trained[1:])

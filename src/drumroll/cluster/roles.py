@@ -13,7 +13,7 @@ from drumroll.learners.critic import TorchCritic
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.torch import TorchLearner
 from drumroll.models.adapters import add_adapters
-from drumroll.models.loading import LoadedModel, load
+from drumroll.models.loading import LoadedModel, end_tokens, load
 from drumroll.models.value import value_model
 
 
@@ -58,8 +58,8 @@ def native_engine(config: AnyConfig, model: LoadedModel) -> NativeEngine:
 def make_engine(config: AnyConfig) -> Engine:
     """An engine in a process of its own, with the weights that training starts from."""
     role, actor = config.roles.rollout, config.roles.actor
-    model = actor_model(config)
     if role.backend == "native":
+        model = actor_model(config)
         model.module.requires_grad_(False)
         return native_engine(config, model)
     from drumroll.engines.vllm import VllmEngine
@@ -67,11 +67,17 @@ def make_engine(config: AnyConfig) -> Engine:
     sizes = {f"{name}_parallel_size": size for name, size in role.parallel.items()}
     lora = {} if actor.lora is None else {"enable_lora": True, "max_lora_rank": max(8, actor.lora.rank)}
     naps = {"enable_sleep_mode": True} if actor.device.startswith("cuda") else {}
-    options = {"dtype": actor.dtype, **sizes, **lora, **naps, **role.options}
-    slots, context = role.slots, context_length(config)
+    several = {"distributed_executor_backend": "mp"} if sizes else {}  # else it would ask the Ray around it for devices
+    options = {"dtype": actor.dtype, **sizes, **several, **lora, **naps, **role.options}
     name = config.role_model("actor")
     path = Path(name).expanduser()
-    return VllmEngine(str(path) if path.exists() else name, slots=slots, context=context, eos=model.eos, options=options)
+    return VllmEngine(
+        str(path) if path.exists() else name,
+        slots=role.slots,
+        context=context_length(config),
+        eos=end_tokens(name),
+        options=options,
+    )
 
 
 def make_judge(config: AnyConfig) -> Engine:

@@ -46,7 +46,7 @@ class RunConfig(Section):
     deterministic: bool = False
     """Same seed, same machine, same bytes; costs some speed."""
     threads: int = Field(0, ge=0)
-    """CPU threads for torch; 0 takes one per core."""
+    """CPU threads for torch; 0 takes one per core. On ray: of each device, where `cluster.threads` says nothing else."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Resumable states."""
     trackers: list[TrackerConfig] = []
@@ -74,6 +74,14 @@ class RunConfig(Section):
                     )
             if self.roles.rollout.backend == "vllm":
                 raise ValueError("roles.rollout.backend: vllm runs in processes of its own, so it needs cluster.runtime: ray")
+        else:
+            for role in type(self.roles).model_fields:
+                device = getattr(getattr(self.roles, role), "device", "auto")
+                if device != "auto":
+                    raise ValueError(
+                        f"roles.{role}.device: {device} is for the local runtime; with cluster.runtime: ray a role runs on devices of the "
+                        f"pool: cluster.kind says GPU or CPU, roles.{role}.devices which of them"
+                    )
         rollout = self.roles.rollout
         if rollout.backend == "native" and (rollout.parallel or rollout.options):
             raise ValueError(

@@ -35,7 +35,7 @@ class ActorRole(Section):
     devices: Devices = None
     """Devices of the pool: a range (`0-11`, `"0-7,12-15"`), or a count. Default: all. Needs `cluster.runtime: ray`."""
     device: Device = "auto"
-    """`auto` (CUDA if there is one, else CPU), `cpu`, `cuda` or `cuda:N`."""
+    """Local runtime: `auto` (CUDA if there is one, else CPU), `cpu`, `cuda` or `cuda:N`."""
     dtype: Dtype = "float32"
     """Type of the working weights. With bfloat16 the optimizer keeps float32 master weights beside them."""
     lora: LoraConfig | None = None

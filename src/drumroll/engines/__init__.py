@@ -80,7 +80,7 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Leave the device to others: free what can be made again. Nothing may be running."""
+        """Leave the device to others: end all requests as `interrupt` does, and free what can be made again."""
         ...
 
     def wake(self) -> None:

@@ -16,7 +16,8 @@ import itertools
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -114,7 +115,7 @@ class NativeEngine:
         self._inbox: list[_Row] = []
         self._aborts: set[str] = set()
         self._interrupted = False
-        self._switch: tuple[Version, Mapping[str, Tensor], bool, threading.Event] | None = None
+        self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -152,21 +153,13 @@ class NativeEngine:
             self._renamed = True
 
     def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
-        applied = threading.Event()
-        with self._wake:
-            if self._closed:
-                raise EngineLost("the engine is closed")
-            self._switch = (version, weights, recompute, applied)
-            self._rouse()
-        applied.wait()
+        self._change(lambda: self._apply(version, weights, recompute))
 
     def sleep(self) -> None:
-        self._kept = None
-        self._packs.release()
+        self._change(self._fall_asleep)
 
     def wake(self) -> None:
-        if self._kept is None:
-            self._kept, self._pages = self._new_cache(), self._new_pages()
+        self._change(self._wake_up)
 
     def capacity(self) -> int:
         return self.slots
@@ -186,6 +179,16 @@ class NativeEngine:
             return
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
+
+    def _change(self, work: Callable[[], None]) -> None:
+        """Have the thread do something between two tokens. What fails leaves it half changed, so the engine is then lost."""
+        done: Future[None] = Future()
+        with self._wake:
+            if self._closed:
+                raise EngineLost("the engine is closed")
+            self._changes.append((work, done))
+            self._rouse()
+        done.result()
 
     # --- the engine's own thread ---
 
@@ -230,6 +233,8 @@ class NativeEngine:
                 while self._collect():
                     try:
                         CORES.adjust()
+                        if self._kept is None:
+                            continue
                         self._packs.refresh()
                         with torch.inference_mode():
                             self._admit()
@@ -248,9 +253,8 @@ class NativeEngine:
             self._closed = True
             self._waiting.extend(self._inbox)
             self._inbox.clear()
-            switch, self._switch = self._switch, None
-        if switch is not None:
-            switch[3].set()
+        for _, done in self._changes:
+            done.set_exception(EngineLost(reason))
         self._fail_all(EngineLost(reason))
 
     def _collect(self) -> bool:
@@ -266,32 +270,43 @@ class NativeEngine:
             renamed, self._renamed = self._renamed, False
             aborts, self._aborts = self._aborts, set()
             interrupted, self._interrupted = self._interrupted, False
-            switch, self._switch = self._switch, None
         if interrupted:
             aborts = {row.request.id for row in (*self._waiting, *self._rows) if row is not None}
         if aborts:
             self._abort_rows(aborts)
         if renamed:
             self._forget()
-        if switch is not None:
-            self._apply(*switch)
+        while self._changes and not self._closed:
+            work, done = self._changes.popleft()
+            try:
+                work()
+            except BaseException as error:
+                done.set_exception(EngineLost(f"the engine could not change its state: {type(error).__name__}: {error}"))
+                raise
+            done.set_result(None)
         return not self._closed
 
-    def _apply(self, version: Version, weights: Mapping[str, Tensor], recompute: bool, applied: threading.Event) -> None:
+    def _apply(self, version: Version, weights: Mapping[str, Tensor], recompute: bool) -> None:
         """New weights, between two tokens."""
-        try:
-            own = dict(self.model.module.named_parameters())
-            with torch.no_grad():
-                for name, value in weights.items():
-                    own[name].copy_(value)
-            self.version = version
-            self._forget()
-            for row in self._rows if recompute else ():
-                if row is not None:  # its keys and values are made anew in the next step
-                    self._pages.release(row.chain)
-                    row.chain = Chain(row.chain.slot)
-        finally:
-            applied.set()
+        own = dict(self.model.module.named_parameters())
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+        self.version = version
+        self._forget()
+        for row in self._rows if recompute else ():
+            if row is not None:  # its keys and values are made anew in the next step
+                self._pages.release(row.chain)
+                row.chain = Chain(row.chain.slot)
+
+    def _fall_asleep(self) -> None:
+        self._abort_rows({row.request.id for row in (*self._waiting, *self._rows) if row is not None})
+        self._kept = None
+        self._packs.release()
+
+    def _wake_up(self) -> None:
+        if self._kept is None:
+            self._kept, self._pages = self._new_cache(), self._new_pages()
 
     def _forget(self) -> None:
         """The weights are others: what was computed or laid out with the old ones may not be used any more."""
@@ -299,7 +314,12 @@ class NativeEngine:
         self._packs.release()
 
     def _busy(self) -> bool:
-        return bool(self._inbox or self._waiting or self._closed or self._switch or self._live())
+        """While it sleeps, requests that come late wait; they can only be aborted."""
+        if self._inbox or self._changes or self._closed:
+            return True
+        if self._kept is None:
+            return bool(self._waiting and (self._aborts or self._interrupted))
+        return bool(self._waiting) or self._live()
 
     def _live(self) -> bool:
         return any(row is not None for row in self._rows)

@@ -37,7 +37,8 @@ MOMENTS = "optimizer.safetensors"
 class TorchLearner:
     """Implements `Learner`. Working weights may be bfloat16; the optimizer always works in float32.
 
-    Without `config` it is frozen: it has no optimizer and only computes log-probs.
+    Without `config` it is frozen: it has no optimizer and only computes log-probs. Dropout stays off in updates too:
+    the log-probs trained on must be those of the policy that sampled.
     """
 
     area = "train"  # of its metrics
@@ -51,6 +52,7 @@ class TorchLearner:
         self._stop = threading.Event()
         self._partial = False
         self.device = next(model.module.parameters()).device
+        model.module.eval()
         if config is None:
             model.module.requires_grad_(False)
             return
@@ -115,9 +117,6 @@ class TorchLearner:
     def interrupt(self) -> None:
         self._stop.set()
 
-    def updates(self) -> int | None:
-        return None if self._partial else self.step
-
     def _share(self, batch: Batch) -> Batch:
         return batch if self.ranks.count == 1 else batch.select(batch.shares(self.ranks.count)[self.ranks.rank])
 
@@ -132,7 +131,7 @@ class TorchLearner:
     def _minibatch(self, mini: Batch, work: Update, totals: Totals) -> None:
         """One optimizer step. Shares are those of the whole minibatch, so that the gradients of ranks simply add up."""
         mini = self._share(mini.with_(weights=work.aggregate(mini)))
-        self.model.module.train()
+        self._recomputing(True)
         failure: BaseException | None = None
         try:
             needed = _needed(mini) if getattr(work.loss, "skips_zero_advantage", False) else mini
@@ -143,11 +142,17 @@ class TorchLearner:
         except BaseException as error:
             failure = error
         finally:
-            self.model.module.eval()
+            self._recomputing(False)
         if self.ranks.any(failure is not None):  # all ranks step, or none
             self.model.module.zero_grad(set_to_none=True)
             raise failure or Interrupted("another rank stopped in this update")
         self._optimizer_step(totals)
+
+    def _recomputing(self, on: bool) -> None:
+        """Layers that recompute activations do so in training mode only; all others, dropout among them, never leave eval."""
+        for layer in self.model.module.modules():
+            if getattr(layer, "gradient_checkpointing", False):
+                layer.training = on
 
     def _backward(self, micro: Batch, work: Update, totals: Totals) -> None:
         if not micro.mask.any():

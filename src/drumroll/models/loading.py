@@ -54,7 +54,7 @@ def load(
     module.eval()
     if recompute_activations:
         module.gradient_checkpointing_enable({"use_reentrant": False})
-    return LoadedModel(module, tokenizer, _eos(module, tokenizer))
+    return LoadedModel(module, tokenizer, _eos(module.generation_config, tokenizer))
 
 
 def load_tokenizer(name: str) -> Any:
@@ -65,6 +65,20 @@ def load_tokenizer(name: str) -> Any:
 
     _quiet_transformers()
     return _pretrained(name, AutoTokenizer.from_pretrained)
+
+
+def end_tokens(name: str) -> frozenset[int]:
+    """The tokens that end a completion of a model, without loading its weights."""
+    from transformers import AutoConfig, GenerationConfig
+
+    def generation(source: str) -> Any:
+        try:
+            return GenerationConfig.from_pretrained(source)
+        except OSError:
+            return GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
+
+    _quiet_transformers()
+    return _eos(_pretrained(str(tiny.SHIPPED) if name in tiny.NAMES else name, generation), load_tokenizer(name))
 
 
 def _from_pretrained(name: str) -> tuple[Any, Any]:
@@ -100,9 +114,9 @@ def _pretrained(name: str, read: Callable[[str], T]) -> T:
         ) from error
 
 
-def _eos(module: Any, tokenizer: Any) -> frozenset[int]:
+def _eos(generation: Any, tokenizer: Any) -> frozenset[int]:
     """All tokens that end a completion: the tokenizer's and the generation config's."""
-    listed = getattr(module.generation_config, "eos_token_id", None)
+    listed = getattr(generation, "eos_token_id", None)
     ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
     return frozenset(i for i in ids if i is not None)
 

@@ -91,13 +91,35 @@ class Reward:
         """Built-ins and coroutines run here; other functions of the user in a process that can be killed."""
         inputs = self.inputs(sample, judge)
         if inspect.iscoroutinefunction(self.function):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds) as limit:
+                if "judge" in self.arguments and judge is not None:
+                    inputs["judge"] = _off_the_clock(judge, limit)
                 value = await self.function(**inputs)
         elif self.path is None:
             value = self.function(**inputs)
         else:
             value = await pool.call(self.path, inputs, seconds)
         return check_value(self.name, value)
+
+
+def _off_the_clock(judge: Ask, limit: asyncio.Timeout) -> Ask:
+    """The judge, which has a queue and a deadline of its own: while it is asked, the reward's clock stands still."""
+    clock, asking, left = asyncio.get_running_loop().time, 0, 0.0
+
+    async def ask(question: str) -> str:
+        nonlocal asking, left
+        if not asking:
+            left = (limit.when() or clock()) - clock()
+            limit.reschedule(None)
+        asking += 1
+        try:
+            return await judge(question)
+        finally:
+            asking -= 1
+            if not asking and not limit.expired():
+                limit.reschedule(clock() + left)
+
+    return ask
 
 
 def check_value(name: str, value: Any) -> float | None:
