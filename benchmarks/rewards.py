@@ -39,18 +39,18 @@ def quick_pair(rng: random.Random, gold: int) -> Pair:
 
 
 def symbolic_pair(rng: random.Random, gold: int) -> Pair:
-    """One that only algebra decides; half of them are right."""
-    n, off = gold % 50 + 2, rng.choice([0, 1])
+    """One that only algebra decides; half of them are right. Few are written alike, so that little is read twice."""
+    n, k, off = gold + 2, rng.randint(2, 999), rng.choice([0, 1])
     forms = [
-        (f"{n}\\sqrt{{{n}}}", f"\\sqrt{{{n**3 + off}}}"),
-        (f"(x+{n})^2", f"x^2+{2 * n}x+{n * n + off}"),
-        (f"\\frac{{x+{n}}}{{2}}", f"\\frac{{x}}{{2}} + \\frac{{{n + off}}}{{2}}"),
-        (f"({n}, {n + 1})", f"\\left({n}, {n + 1 + off}\\right)"),
-        (f"\\{{{n}, {2 * n}\\}}", f"\\{{{2 * n + off}, {n}\\}}"),
-        (f"{n}\\pi", f"\\frac{{{2 * n + off}\\pi}}{{2}}"),
+        (f"{n}\\sqrt{{{n}}}", f"\\frac{{{k}\\sqrt{{{n**3 + off}}}}}{{{k}}}"),
+        (f"(x+{n})^2", f"x^2{k:+}x{2 * n - k:+}x+{n * n + off}"),
+        (f"\\frac{{x+{n}}}{{2}}", f"\\frac{{{k}x+{k * n + k * off}}}{{{2 * k}}}"),
+        (f"({n}, {n + 1})", f"({n}, \\frac{{{k * (n + 1 + off)}}}{{{k}}})"),
+        (f"\\{{{n}, {2 * n}\\}}", f"\\{{{2 * n + off}, \\frac{{{k * n}}}{{{k}}}\\}}"),
+        (f"{n}\\pi", f"\\frac{{{k * n + off}\\pi}}{{{k}}}"),
     ]
     wanted, said = forms[gold % len(forms)]
-    return f"{THOUGHT}\\boxed{{{said} + {rng.randint(0, 0)}}}" if gold % 6 in (0, 5) else f"{THOUGHT}\\boxed{{{said}}}", wanted
+    return f"{THOUGHT}\\boxed{{{said}}}", wanted
 
 
 async def rate(pairs: list[Pair], pool: KillablePool) -> float:
