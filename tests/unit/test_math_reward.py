@@ -103,6 +103,31 @@ def test_the_gold_answer_may_be_a_solution(gold):
     assert scores([("12", gold)])[0][0].reward == 1.0
 
 
+def test_our_short_cuts_give_the_verdicts_of_math_verify(monkeypatch):
+    """The two-stage parser and `decide` change how long it takes, not what comes out."""
+    from latex2sympy2_extended import latex2sympy2
+    from math_verify import parse, verify
+
+    from drumroll.rewards.symbolic import TwoStageParser, equal_expressions
+
+    pairs = [(plain(a), plain(g)) for a, g in RIGHT + WRONG if a and not plain(a).isalpha()]
+    for n in range(2, 5):
+        pairs += [(f"x^2+{2 * n + 1}x-1x+{n * n + off}", f"(x+{n})^2") for off in (0, 1)]
+        pairs += [(rf"\frac{{{6 * n + off}\pi}}{{6}}", rf"{n}\pi") for off in (0, 1)]
+        pairs += [(rf"({n}, \frac{{{3 * n + off}}}{{3}})", f"({n}, {n})") for off in (0, 1)]
+        pairs += [(rf"\{{{2 * n}, {n}\}}", rf"\{{{n}, {2 * n + off}\}}") for off in (0, 1)]
+        pairs += [
+            (rf"0.{n}\sqrt{{2}}", rf"\frac{{{n}\sqrt{{2}}}}{{10}}"),
+            (rf"\sin({n})^2+\cos({n})^2", "1"),
+            (f"x < {n}", f"{n} > x"),
+        ]
+    ours = [equal_expressions(answer, gold) for answer, gold in pairs]
+    monkeypatch.setattr(latex2sympy2, "PSParser", TwoStageParser.__base__)
+    theirs = [verify(parse(f"${gold} $"), parse(f"${answer} $")) for answer, gold in pairs]
+    assert [pair for pair, one, other in zip(pairs, ours, theirs, strict=True) if one != other] == []
+    assert 0.3 < sum(ours) / len(ours) < 0.8
+
+
 # --- properties ---
 
 NUMBERS = st.fractions(min_value=-(10**9), max_value=10**9, max_denominator=10**4)
