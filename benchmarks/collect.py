@@ -24,6 +24,7 @@ BENCHMARKS = (
     "weights.py",
     "transfer.py",
     "cluster.py",
+    "rewards.py",
 )
 PICTURES = {"growth.py": "![tokens per second and cache memory against live sequences, context and model size](growth.svg)"}
 HEAD = """# Performance

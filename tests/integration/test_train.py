@@ -213,6 +213,29 @@ def test_failing_rewards_are_recorded_and_the_run_goes_on(small, mine):
     assert sum(s["fate"] == "trained" for s in run.samples) == 24
 
 
+MISBEHAVING = """
+import time
+def f(completion, sample):
+    kind = (sample.draw * 7 + sample.index) % 25
+    if kind == 0: raise RuntimeError("no")
+    if kind == 1: return float("nan")
+    if kind == 2: return "1"
+    if kind == 3: time.sleep(20)
+    if kind == 4: return None
+    return float(len(completion))
+"""
+
+
+def test_a_run_goes_on_when_a_fifth_of_its_rewards_misbehave(small, mine):
+    """Raises, NaN, a string, ten times the deadline, None: each is its sample's failure, of its own kind."""
+    rollout = {"reward_timeout": 2, "prompts": 4, "samples": 4, "filter": None}
+    run = drumroll.train(small(reward=f"{mine(MISBEHAVING)}:f", rollout=rollout, steps=2, eval={"sets": {}}))
+    assert len(run.metrics) >= 2
+    kinds = {s["failure"].split(" ")[0] for s in run.samples if s["fate"] == "failed"}
+    assert kinds >= {"RuntimeError", "BadReward", "TimeoutError", "NotApplicable"}
+    assert all(s["failure"] is None for s in run.samples if s["fate"] == "trained")
+
+
 def test_several_domains_and_rewards_have_their_own_curves(small):
     run = drumroll.train(small(reward={"sums": ["exact", {"use": "length", "weight": 0.1}], "reversal": "exact"}))
     assert {"reward/sums", "reward/sums/exact", "reward/sums/length", "reward/reversal"} <= set(run.metrics[1])

@@ -18,7 +18,7 @@ from drumroll.cluster.desk import Desk
 from drumroll.cluster.devices import Device, Kind
 from drumroll.cluster.host import WorkerLost
 from drumroll.cluster.memory import peak_gb
-from drumroll.cluster.pool import KillablePool
+from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.cluster.ray import RayGroup
 from drumroll.cluster.workers import configure_torch, open_algorithm
 from drumroll.config import AnyConfig
@@ -164,6 +164,11 @@ class PoolSeat:
         self.pool = self.pool or KillablePool(1, search)
         return await self.pool.call(path, arguments, seconds)
 
+    async def close(self) -> None:
+        """End the process."""
+        if self.pool is not None:
+            await self.pool.close()
+
 
 class RemotePool:
     """`KillablePool` over actors: the same calls, on the machines of a cluster."""
@@ -187,6 +192,8 @@ class RemotePool:
                     self.restarts += 1
                     self.notify(str(lost))
                     await self.group.replace(rank)
+                except RemoteError:
+                    raise
                 except BaseException:
                     self.restarts += 1  # `PoolSeat` has killed the process
                     raise

@@ -3,6 +3,8 @@
 The user's form is `def correct(completion, answer) -> float | None`, sync or async. `completion` is the text the
 model wrote, `prompt` the row's prompt, `sample` the whole sample; any other argument is a column of the row. `None`
 means "not applicable". An exception, a NaN or a non-number is that sample's failure, shown with its text.
+
+A coroutine may ask for `judge` (a question to the judge) and `processes` (a function run where it can be killed).
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
-from drumroll.errors import ConfigError
+from drumroll.errors import ConfigError, MissingExtra
 from drumroll.registry import Registry
 from drumroll.sample import Failure, Sample
 
@@ -32,8 +36,25 @@ class Pool(Protocol):
     async def close(self) -> None: ...
 
 
+class Processes:
+    """The pool as one call of a reward sees it: what may hang runs there, on the main thread of a process of its own."""
+
+    def __init__(self, pool: Pool, seconds: float, clock: asyncio.Timeout) -> None:
+        self._pool, self._seconds, self._clock = pool, seconds, clock
+
+    async def run(self, path: str, arguments: dict[str, Any], at_most: float | None = None) -> Any:
+        """The result of `module:function`, or `TimeoutError`. Waiting for a free process is not billed to the reward."""
+        self._clock.reschedule(None)
+        try:
+            return await self._pool.call(path, arguments, min(self._seconds, at_most or self._seconds))
+        finally:
+            self._clock.reschedule(asyncio.get_running_loop().time() + self._seconds)
+
+
 REWARDS: Registry[RewardFunction] = Registry("reward")
-GIVEN = ("completion", "prompt", "sample", "judge")
+GIVEN = ("completion", "prompt", "sample", "judge", "processes")
+BUILT_IN = ("text", "maths", "choice", "patterns", "structured", "format", "instructions", "judge")
+"""The modules that register our own; what they need beyond the standard library they import when it is used."""
 
 
 class BadReward(ValueError):
@@ -56,6 +77,9 @@ class Reward:
     def bind(cls, config: RewardConfig) -> Reward:
         """Look the function up and read its signature."""
         function = REWARDS.get(config.use)
+        module, extra = REWARDS.traits(config.use).get("requires", (None, ""))
+        if module is not None and find_spec(module) is None:
+            raise MissingExtra(f"reward '{config.use}'", extra)
         name = config.use.rpartition(":")[2]
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in config.args]
@@ -64,6 +88,10 @@ class Reward:
         if unknown and not takes_any:
             raise ConfigError(
                 f"reward '{config.use}' takes no argument '{sorted(unknown)[0]}'; it takes {', '.join(p.name for p in named)}."
+            )
+        if not inspect.iscoroutinefunction(function) and (asked := {"judge", "processes"}.intersection(p.name for p in named)):
+            raise ConfigError(
+                f"reward '{config.use}' asks for '{min(asked)}', so it must be a coroutine: async def {name}(...)."
             )
         return cls(
             name=name,
@@ -80,25 +108,23 @@ class Reward:
         """Columns a row must have."""
         return [a for a in self.arguments if a not in GIVEN and a not in self.optional]
 
-    def inputs(self, sample: Sample, judge: Ask | None = None) -> dict[str, Any]:
+    def inputs(self, sample: Sample, **services: Any) -> dict[str, Any]:
         """The function's keyword arguments for one sample."""
-        given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample, "judge": judge}
+        given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample, **services}
         row = sample.prompt.columns
         found = {a: given[a] if a in given else row[a] for a in self.arguments if a in given or a in row}
         return {**found, **self.fixed}
 
     async def __call__(self, sample: Sample, pool: Pool, seconds: float, judge: Ask | None = None) -> float | None:
         """Built-ins and coroutines run here; other functions of the user in a process that can be killed."""
-        inputs = self.inputs(sample, judge)
         if inspect.iscoroutinefunction(self.function):
-            async with asyncio.timeout(seconds) as limit:
-                if "judge" in self.arguments and judge is not None:
-                    inputs["judge"] = _off_the_clock(judge, limit)
-                value = await self.function(**inputs)
+            async with asyncio.timeout(seconds) as clock:
+                asked = None if judge is None else _off_the_clock(judge, clock)
+                value = await self.function(**self.inputs(sample, judge=asked, processes=Processes(pool, seconds, clock)))
         elif self.path is None:
-            value = self.function(**inputs)
+            value = self.function(**self.inputs(sample))
         else:
-            value = await pool.call(self.path, inputs, seconds)
+            value = await pool.call(self.path, self.inputs(sample), seconds)
         return check_value(self.name, value)
 
 
@@ -145,9 +171,8 @@ class Scorer:
         pool: Pool | None = None,
         judge: Ask | None = None,
     ) -> None:
-        import drumroll.rewards.judge
-        import drumroll.rewards.text  # noqa: F401  the built-ins register themselves
-
+        for name in BUILT_IN:
+            import_module(f"drumroll.rewards.{name}")
         self.timeout = timeout
         self.pool = pool or KillablePool(2)
         self.judge = judge
@@ -187,7 +212,7 @@ class Scorer:
 
     def _failure(self, reward: Reward, error: Exception) -> Failure:
         kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
-        text = f"took longer than {self.timeout:g} s" if isinstance(error, TimeoutError) else str(error)
+        text = str(error) or (f"took longer than {self.timeout:g} s" if isinstance(error, TimeoutError) else "")
         return Failure(kind, f"reward '{reward.name}'", text)
 
     async def close(self) -> None:
