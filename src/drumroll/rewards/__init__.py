@@ -1,8 +1,8 @@
 """Rewards: the user's functions, bound to columns by name, routed by domain.
 
 The user's form is `def correct(completion, answer) -> float | None`, sync or async. `completion` is the text the
-model wrote, `prompt` the row's prompt, `sample` the whole sample; any other argument is a column of the row. `None`
-means "not applicable". An exception, a NaN or a non-number is that sample's failure, shown with its text.
+model wrote, `prompt` the row's prompt, `sample` the whole sample; a coroutine may also ask the `judge` or use the
+`sandbox`. Any other argument is a column of the row. `None` means "not applicable". An exception, a NaN or a non-number is that sample's failure, shown with its text.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
+from drumroll.config.sandbox import SandboxConfig
 from drumroll.errors import ConfigError
 from drumroll.registry import Registry
 from drumroll.sample import Failure, Sample
+from drumroll.sandbox import Sandbox, open_sandbox
 
 RewardFunction = Callable[..., Any]
 Ask = Callable[[str], Awaitable[str]]
@@ -33,7 +35,8 @@ class Pool(Protocol):
 
 
 REWARDS: Registry[RewardFunction] = Registry("reward")
-GIVEN = ("completion", "prompt", "sample", "judge")
+HELPERS = ("judge", "sandbox")
+GIVEN = ("completion", "prompt", "sample", *HELPERS)
 
 
 class BadReward(ValueError):
@@ -51,6 +54,7 @@ class Reward:
     optional: frozenset[str]
     fixed: Mapping[str, Any]
     path: str | None
+    keeps_time: bool = False
 
     @classmethod
     def bind(cls, config: RewardConfig) -> Reward:
@@ -73,6 +77,7 @@ class Reward:
             optional=frozenset(p.name for p in named if p.default is not p.empty),
             fixed=dict(config.args),
             path=None if config.use in REWARDS.parts else config.use,
+            keeps_time=bool(REWARDS.traits(config.use).get("keeps_time")),
         )
 
     @property
@@ -80,18 +85,18 @@ class Reward:
         """Columns a row must have."""
         return [a for a in self.arguments if a not in GIVEN and a not in self.optional]
 
-    def inputs(self, sample: Sample, judge: Ask | None = None) -> dict[str, Any]:
+    def inputs(self, sample: Sample, helpers: Mapping[str, Any]) -> dict[str, Any]:
         """The function's keyword arguments for one sample."""
-        given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample, "judge": judge}
+        given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample, **helpers}
         row = sample.prompt.columns
         found = {a: given[a] if a in given else row[a] for a in self.arguments if a in given or a in row}
         return {**found, **self.fixed}
 
-    async def __call__(self, sample: Sample, pool: Pool, seconds: float, judge: Ask | None = None) -> float | None:
+    async def __call__(self, sample: Sample, pool: Pool, seconds: float, helpers: Mapping[str, Any]) -> float | None:
         """Built-ins and coroutines run here; other functions of the user in a process that can be killed."""
-        inputs = self.inputs(sample, judge)
+        inputs = self.inputs(sample, helpers)
         if inspect.iscoroutinefunction(self.function):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(None if self.keeps_time else seconds):  # else a queue would count
                 value = await self.function(**inputs)
         elif self.path is None:
             value = self.function(**inputs)
@@ -122,17 +127,32 @@ class Scorer:
         timeout: float = 30.0,
         pool: Pool | None = None,
         judge: Ask | None = None,
+        sandbox: SandboxConfig | None = None,
     ) -> None:
+        import drumroll.rewards.code
         import drumroll.rewards.judge
         import drumroll.rewards.text  # noqa: F401  the built-ins register themselves
 
         self.timeout = timeout
         self.pool = pool or KillablePool(2)
-        self.judge = judge
         self._rewards = {domain: [Reward.bind(c) for c in configs] for domain, configs in by_domain.items()}
-        asking = [r.name for rewards in self._rewards.values() for r in rewards if "judge" in r.arguments]
-        if asking and judge is None:
-            raise ConfigError(f"reward '{asking[0]}' asks a judge, but there is none: name one under roles.judge (model: ...).")
+        asking = {helper: self._asking(helper) for helper in HELPERS}
+        if asking["judge"] and judge is None:
+            raise ConfigError(
+                f"reward '{asking['judge'][0]}' asks a judge, but there is none: name one under roles.judge (model: ...)."
+            )
+        self.sandbox: Sandbox | None = open_sandbox(sandbox or SandboxConfig()) if asking["sandbox"] else None
+        self._helpers: dict[str, Any] = {"judge": judge, "sandbox": self.sandbox}
+
+    def _asking(self, helper: str) -> list[str]:
+        """The rewards that take a helper, which only coroutines can."""
+        found = [r for rewards in self._rewards.values() for r in rewards if helper in r.arguments]
+        for reward in found:
+            if not inspect.iscoroutinefunction(reward.function):
+                raise ConfigError(
+                    f"reward '{reward.name}' takes the {helper}, so it must be a coroutine: async def {reward.name}."
+                )
+        return [r.name for r in found]
 
     def rewards(self, domain: str) -> list[Reward]:
         """The rewards of a domain, or those for all."""
@@ -150,7 +170,7 @@ class Scorer:
         total, applicable = 0.0, False
         for reward in self.rewards(sample.prompt.domain):
             try:
-                value = await reward(sample, self.pool, self.timeout, self.judge)
+                value = await reward(sample, self.pool, self.timeout, self._helpers)
             except Exception as error:
                 sample.failure = self._failure(reward, error)
                 return
@@ -169,5 +189,7 @@ class Scorer:
         return Failure(kind, f"reward '{reward.name}'", text)
 
     async def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes and the sandbox."""
         await self.pool.close()
+        if self.sandbox is not None:
+            await self.sandbox.close()
