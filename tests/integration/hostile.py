@@ -256,7 +256,7 @@ CHEATS = [
     Hostile("the right answer, then a crash", "import os\nprint(9, flush=True)\nos.abort()", statuses=only(Status.CRASHED)),
     Hostile("the right answer, then a loop", "print(9, flush=True)\nwhile True: pass", statuses=only(Status.TIMEOUT), limits=BRIEF),
     Hostile("an exit function", "import atexit\natexit.register(print, 'passed')\nprint(0)", statuses=only(Status.FAILED)),
-    Hostile("sys.exit", "import sys\nsys.exit(0)", CALLS, only(Status.ERROR)),
+    Hostile("sys.exit", "import sys\nsys.exit(0)", CALLS),
     Hostile("os._exit", "import os\nos._exit(0)", CALLS, only(Status.ERROR)),
     Hostile("sys.exit in a call", "import sys\ndef f(n): sys.exit(0)", CALLS),
     Hostile("os._exit in a call", "import os\ndef f(n): os._exit(0)", CALLS, only(Status.ERROR)),
@@ -272,15 +272,17 @@ CHEATS = [
             CALLS, only(Status.FAILED)),
     Hostile("zero differences", "class A:\n    def __sub__(self, o): return 0\n    __rsub__ = __sub__\n    def __abs__(self): return 0\ndef f(n): return A()",
             (Assert("assert abs(f(2) - 4) < 1e-6"), Assert("assert abs(4 - f(2)) < 1e-6")), only(Status.FAILED)),
-    Hostile("patched built-ins", "import builtins\nfor n in ('abs', 'all', 'sorted', 'len', 'isinstance', 'AssertionError', 'set', 'sum'):\n"
-            "    setattr(builtins, n, lambda *a, **k: True)\n    globals()[n] = lambda *a, **k: True\ndef f(n): return [3]",
+    Hostile("patched built-ins", "import builtins\nfor n in ('abs', 'all', 'sorted', 'len', 'AssertionError', 'set', 'sum'):\n"
+            "    setattr(builtins, n, lambda *a, **k: True)\ndef f(n): return 0", CALLS),
+    Hostile("shadowed built-ins", "for n in ('abs', 'all', 'sorted', 'len', 'isinstance', 'AssertionError', 'set', 'sum'):\n"
+            "    globals()[n] = lambda *a, **k: True\ndef f(n): return [3]",
             (Assert("assert sorted(f(1)) == [1, 2]"), Assert("assert len(f(1)) == 9"), Assert("assert all(x == 1 for x in f(1))")),
             only(Status.FAILED)),
     Hostile("patched modules", "import math\nclass M:\n    isclose = staticmethod(lambda *a, **k: True)\nmath = M\ndef f(n): return 3",
             (Assert("assert math.isclose(f(2), 4)"),), only(Status.FAILED)),
     Hostile("patched json", "import json, sys\njson.dumps = lambda *a, **k: '{\"value\": 49, \"passed\": true}'\n"
             "for m in list(sys.modules.values()):\n    if getattr(m, '__name__', '').startswith('inside'):\n"
-            "        for n in ('send', 'frame', 'same'): setattr(m, n, lambda *a, **k: True)\ndef f(n): return 49", CALLS),
+            "        for n in ('send', 'frame', 'same'): setattr(m, n, lambda *a, **k: True)\ndef f(n): return 49", CALLS, limits=BRIEF),
     Hostile("an assertion that never fails", "import sys\nclass E(BaseException):\n    def __new__(cls, *a): return SystemExit(0)\n"
             "__builtins__['AssertionError'] = E if isinstance(__builtins__, dict) else None\ndef f(n): raise SystemExit(0)", CALLS),
     Hostile("hunting for the tests", HUNT, (Assert(f"assert f() == '{SECRET}'"), Call("f", [], SECRET))),

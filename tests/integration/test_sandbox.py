@@ -45,23 +45,22 @@ def boxes():
     yield made
     made.close()
     assert open_files() == before
-    assert not [p for p in children(os.getpid()) if "bwrap" in p]
+    assert not bwraps()
 
 
 def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
-def children(parent):
-    """Names of a process's children, zombies too."""
-    found = []
+def bwraps():
+    """How many bubblewraps are our children, zombies too."""
+    found = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, _, rest = path.read_text().rpartition(")")
         except OSError:
             continue
-        if int(rest.split()[1]) == parent:
-            found.append(name)
+        found += int(rest.split()[1]) == os.getpid() and "bwrap" in name
     return found
 
 
@@ -216,7 +215,7 @@ def test_what_went_wrong_is_said(boxes):
 
 
 def test_many_programs_at_once_and_a_cancelled_one():
-    boxes = Boxes(workers=3)
+    before, boxes = bwraps(), Boxes(workers=3)
 
     async def go():
         runs = [boxes.sandbox.run(f"print({n})", [Stdio("", str(n if n % 3 else -1))], Limits(seconds=60)) for n in range(60)]
@@ -233,4 +232,4 @@ def test_many_programs_at_once_and_a_cancelled_one():
         assert boxes.run(LOOK, ALONE).status is Status.PASSED
     finally:
         boxes.close()
-    assert not [p for p in children(os.getpid()) if "bwrap" in p]
+    assert bwraps() == before

@@ -160,6 +160,10 @@ class Grader(ABC):
     async def carry(self, job: Job) -> dict[str, Any] | None:
         """The reply to a job: None if its program took the box down, `{"late": ...}` if no reply came in time."""
 
+    @abstractmethod
+    async def close(self) -> None:
+        """End all processes and remove all files."""
+
     async def run(self, program: str, tests: Sequence[Test], limits: Limits | None = None) -> Outcome:
         """What a program makes of its tests. After a time-out the rest are not tried: they would take as long."""
         if not tests:

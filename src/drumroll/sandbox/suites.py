@@ -25,7 +25,7 @@ def read_tests(column: Any) -> list[Test]:
         return read_tests(found) if (found := _json(column)) is not None else [_code(column)]
     if isinstance(column, dict):
         return _pairs(column) if "inputs" in column else [_test(column)]
-    if isinstance(column, list | tuple) and column:
+    if isinstance(column, (list, tuple)) and column:
         return [_test(item) for item in column]
     raise DataError(f"`tests` must be a list of tests, a mapping or code, and not empty; got {column!r:.100}.")
 
@@ -62,7 +62,7 @@ def _test(item: Any) -> Test:
 
 
 def _text(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return "\n".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _pairs(column: dict[str, Any]) -> list[Test]:

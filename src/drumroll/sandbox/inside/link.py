@@ -130,6 +130,7 @@ class Link:
 
     def answer(self, question: dict[str, Any]) -> None:
         """Do what the other end asks."""
+        answer: dict[str, Any]
         try:
             args = [self.unpack(a) for a in question["args"]]
             kwargs = {k: self.unpack(v) for k, v in question["kwargs"].items()}
@@ -221,7 +222,7 @@ class Link:
         try:
             return made(text)
         except TypeError:  # such as UnicodeDecodeError, which wants more
-            return RuntimeError(f"{made.__name__}: {text}")
+            return made.__new__(made, text)
 
 
 class Remote:

@@ -172,7 +172,7 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def _messages(data: bytes) -> list[dict[str, Any]]:
+def _messages(data: bytearray) -> list[dict[str, Any]]:
     """The whole messages in a buffer."""
     found, place = [], 0
     while place + 4 <= len(data):

@@ -17,7 +17,6 @@ import sys
 import time
 from typing import NoReturn
 
-from .link import Gone
 from .supervisor import supervise
 
 READY, PLAIN, WITH_PYTEST = b"R", b"J", b"P"
@@ -76,13 +75,12 @@ def main() -> NoReturn:
 
 
 def _supervise_and_exit(jobs: int, replies: int) -> NoReturn:
-    code = 1
     try:
-        with contextlib.suppress(Gone):
-            supervise(jobs, replies, frozenset((1, os.getppid())), contained=True)
-            code = 0
-    finally:
-        os._exit(code)
+        supervise(jobs, replies, frozenset((1, os.getppid())), contained=True)
+        code = 0
+    except BaseException:
+        code = 1
+    os._exit(code)
 
 
 def end_all() -> None:
