@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from figures import figure
 
@@ -75,7 +76,7 @@ async def main() -> None:
             found[name].append(await rate(one, count))
     await scorer.close()
     rates = {name: statistics.median(values) for name, values in found.items()}
-    facts = {
+    facts: dict[str, Any] = {
         "workers": WORKERS,
         "rounds": ROUNDS,
         "python": COMMAND[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib
 import math
 import os
@@ -11,7 +12,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from .link import Gone, Link, Remote, receive, send
+from .link import Gone, Link, Remote, call, receive, send
 from .program import settle
 
 PROGRAM_ENDED = "the program ended before its tests"
@@ -26,7 +27,7 @@ PYTEST_OPTIONS = ["--noconftest", "--assert=plain", "--import-mode=importlib", "
 def be(limits: dict[str, Any], private: dict[str, Any]) -> NoReturn:
     """Run all tests, or those up to the first that fails."""
     settle(limits)
-    link = Link(LINK_IN, LINK_OUT, {"call": lambda f, *a, **k: f(*a, **k), "next": next})
+    link = Link(LINK_IN, LINK_OUT, {"call": call, "next": next})
     try:
         names = _names(link)
         solution = types.ModuleType("solution")
@@ -41,10 +42,9 @@ def be(limits: dict[str, Any], private: dict[str, Any]) -> NoReturn:
                 break
     except Gone:
         pass
-    try:
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
-    finally:
-        os._exit(0)
+    os._exit(0)
 
 
 def _names(link: Link) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _verdict(passed: bool, why: str = "") -> None:
 def _one(link: Link, test: dict[str, Any], names: dict[str, Any], namespace: dict[str, Any]) -> bool:
     try:
         if "call" in test:
-            why = _call(link, link.unpack(test["call"]), names)
+            why = _wrong(link.unpack(test["call"]), names)
         else:
             exec(compile(test["assert"], "test", "exec"), namespace)
             why = ""
@@ -85,9 +85,9 @@ def _one(link: Link, test: dict[str, Any], names: dict[str, Any], namespace: dic
     return not why
 
 
-def _call(link: Link, call: dict[str, Any], names: dict[str, Any]) -> str:
+def _wrong(test: dict[str, Any], names: dict[str, Any]) -> str:
     """Why the function's value is not the one expected; empty if it is."""
-    name: str = call["function"]
+    name: str = test["function"]
     first, *path = name.split(".")
     if first not in names and "Solution" in names:
         function = getattr(names["Solution"](), name)
@@ -97,11 +97,11 @@ def _call(link: Link, call: dict[str, Any], names: dict[str, Any]) -> str:
             function = getattr(function() if isinstance(function, Remote) else function, part)
     else:
         return f"the program defines no '{name}'"
-    args = call["args"]
+    args = test["args"]
     value = function(**args) if isinstance(args, dict) else function(*args)
     if isinstance(value, Remote):
         value = list(value)
-    return "" if same(value, call["expected"]) else f"{name} returned {value!r:.200}"
+    return "" if same(value, test["expected"]) else f"{name} returned {value!r:.200}"
 
 
 def same(value: Any, expected: Any) -> bool:

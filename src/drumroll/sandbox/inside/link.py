@@ -36,8 +36,19 @@ COPIED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 
+
+def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call as an operation."""
+    return function(*args, **kwargs)
+
+
+def is_instance(kind: Any, value: Any) -> bool:
+    """The class first, for it is asked."""
+    return isinstance(value, kind)
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, *args, **kwargs: function(*args, **kwargs),
+    "call": call,
     "next": next,
     "iter": iter,
     "get": getattr,
@@ -49,7 +60,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "item": operator.getitem,
     "set item": operator.setitem,
     "delete item": operator.delitem,
-    "isinstance": lambda kind, value: isinstance(value, kind),
+    "isinstance": is_instance,
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul")},
 }
 """What the examiner may ask of the program's objects; the program may only call the examiner's functions."""
@@ -218,7 +229,7 @@ class Link:
         return self._classes[number]
 
     def _unpack_error(self, kind: Any, text: str) -> BaseException:
-        made = self._unpack_class(kind)
+        made: Any = self._unpack_class(kind)
         try:
             return made(text)
         except TypeError:  # such as UnicodeDecodeError, which wants more

@@ -34,20 +34,21 @@ def supervise(jobs: int, replies: int, own: frozenset[int], *, contained: bool) 
     asked, ask_end = os.pipe()
     answer_end, answered = os.pipe()
     given = tempfile.TemporaryFile(dir="/tmp")  # noqa: SIM115  closed when the program has it
-    given.write(job.pop("stdin").encode(errors="surrogateescape"))
+    given.write(job.pop("stdin").encode(errors="replace"))
     given.seek(0)
     os.write(replies, BEGUN)
     pids = [_fork(program.be, (job,), (given.fileno(), out_end, err_end, *((asked, answered) if exam else ())))]
     private = receive(jobs)  # only now: the program has no copy of it
     verdicts, verdict_end = os.pipe()
+    said, said_end = os.pipe()  # not the program's, which could read along
     if exam:
         null = os.open(os.devnull, os.O_RDONLY)
-        ends = (null, out_end, err_end, answer_end, ask_end, verdict_end)
+        ends = (null, said_end, said_end, answer_end, ask_end, verdict_end)
         pids.append(_fork(examiner.be, (job["limits"], private), ends))
-    for fd in (out_end, err_end, asked, ask_end, answer_end, answered, verdict_end):
+    for fd in (out_end, err_end, asked, ask_end, answer_end, answered, verdict_end, said_end):
         os.close(fd)
     given.close()
-    watch = Watch(job["limits"], pids[0], out, err, verdicts if exam else None, own | {os.getpid(), *pids[1:]})
+    watch = Watch(job["limits"], pids[0], (said, out, err), verdicts if exam else None, own | {os.getpid(), *pids[1:]})
     send(replies, {"nonce": private["nonce"], **watch.run()})
     return pids
 
@@ -69,10 +70,12 @@ def _fork(be: Callable[..., NoReturn], arguments: Sequence[Any], fds: Sequence[i
 class Watch:
     """Reads what the program prints until it ends or passes a limit."""
 
-    def __init__(self, limits: dict[str, Any], pid: int, out: int, err: int, verdicts: int | None, own: frozenset[int]) -> None:
+    def __init__(
+        self, limits: dict[str, Any], pid: int, texts: tuple[int, int, int], verdicts: int | None, own: frozenset[int]
+    ) -> None:
         self.limits, self.pid, self.own = limits, pid, own
-        self.out, self.err, self.verdicts = out, err, verdicts
-        self.read: dict[int, bytearray] = {fd: bytearray() for fd in (out, err, *([] if verdicts is None else [verdicts]))}
+        self.texts, self.verdicts = texts, verdicts
+        self.read: dict[int, bytearray] = {fd: bytearray() for fd in (*texts, *([] if verdicts is None else [verdicts]))}
         self.printed = 0
         self.base = _resident(os.getpid())
 
@@ -88,17 +91,18 @@ class Watch:
                 why = "output"
             elif self.verdicts is not None:
                 self._linger(ended)
+        said, out, err = self.texts
         return {
             "why": why,
             "exit": self._exit(),
             "seconds": round(seconds, 6),
-            "stdout": self.read[self.out].decode(errors="replace"),
-            "stderr": self.read[self.err][-TAIL:].decode(errors="replace"),
+            "stdout": (self.read[said] + self.read[out]).decode(errors="replace"),
+            "stderr": self.read[err][-TAIL:].decode(errors="replace"),
             "verdicts": [] if self.verdicts is None else _messages(self.read[self.verdicts]),
         }
 
     def _wait(self, began: float, ended: int | None) -> str:
-        poll, open_fds = select.poll(), set(self.read)
+        poll = select.poll()
         for fd in (*self.read, *([] if ended is None else [ended])):
             poll.register(fd, select.POLLIN)
         last, look = began + self.limits["seconds"], began + TICK
@@ -115,7 +119,6 @@ class Watch:
                     return "ended"
                 if not self._take(fd):
                     poll.unregister(fd)
-                    open_fds.discard(fd)
                     if fd == self.verdicts:
                         return "ended"
             if self.printed > self.limits["output_kb"] << 10:
@@ -125,7 +128,7 @@ class Watch:
         data = os.read(fd, 1 << 16)
         kept = self.read[fd]
         kept += data
-        if fd == self.err:
+        if fd == self.texts[2]:
             del kept[:-TAIL]
         if fd != self.verdicts:
             self.printed += len(data)
@@ -133,7 +136,7 @@ class Watch:
 
     def _drain(self) -> None:
         """What is still in the pipes; a process that goes on printing is not waited for."""
-        for fd in (self.out, self.err):
+        for fd in self.texts:
             os.set_blocking(fd, False)
             with contextlib.suppress(BlockingIOError):
                 while self.printed <= self.limits["output_kb"] << 10 and self._take(fd):
