@@ -63,8 +63,9 @@ bench-env: .bench/trl/installed .bench/vllm/installed .bench/ifeval/installed ##
 	.bench/ifeval/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers/ifeval.txt
 	@touch $@
 
-system: ## system packages of the tests (Debian: chromium), where they are missing
+system: ## system packages of the tests (Debian: chromium, bubblewrap), where they are missing
 	@command -v chromium >/dev/null || ./tools/system-packages chromium
+	@command -v bwrap >/dev/null || ./tools/system-packages bubblewrap
 
 $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { ./tools/system-packages python3-venv && $(PYTHON) -m venv --clear $(VENV); }

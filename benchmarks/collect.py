@@ -25,6 +25,7 @@ BENCHMARKS = (
     "transfer.py",
     "cluster.py",
     "rewards.py",
+    "code.py",
 )
 PICTURES = {"growth.py": "![tokens per second and cache memory against live sequences, context and model size](growth.svg)"}
 HEAD = """# Performance

@@ -37,11 +37,12 @@ def decoder(workers: Workers) -> Decode:
 
 
 def open_scorer(config: AnyConfig, workers: Workers, rollout: RolloutConfig) -> Scorer:
-    """The rewards, their processes, and the judge that they may ask."""
+    """The rewards, their processes, the judge that they may ask and the sandbox that they may use."""
     judge: Ask | None = None
     if workers.judge is not None and config.roles.judge is not None:
         judge = ask_by(workers.judge, workers.judge_tokenizer, config.roles.judge)
-    scorer = Scorer(config.rewards(), rollout.reward_timeout, workers.open_pool(rollout.reward_workers), judge)
+    pool = workers.open_pool(rollout.reward_workers)
+    scorer = Scorer(config.rewards(), rollout.reward_timeout, pool, judge, config.sandbox)
     workers.closing.append(scorer.close)
     return scorer
 

@@ -15,6 +15,7 @@ from drumroll.config.reward import ALL_DOMAINS, RewardConfig, RewardSpec, normal
 from drumroll.config.roles import RolesConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.config.run import CheckpointConfig, TrackerConfig
+from drumroll.config.sandbox import SandboxConfig
 from drumroll.config.section import Section
 
 
@@ -35,6 +36,8 @@ class RunConfig(Section):
     """Training rows."""
     reward: RewardSpec | dict[str, RewardSpec] = {}
     """Scoring functions: one for all domains (`reward: exact`), or by domain (`reward: {sums: exact}`)."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where programs that the model wrote are run, for the reward `code`."""
     eval: EvalConfig = EvalConfig()
     """Held-out sets."""
     optim: OptimConfig = OptimConfig()
