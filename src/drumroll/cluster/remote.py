@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from drumroll.config import AnyConfig, RLConfig
 from drumroll.engines import Completion, Engine, EngineLost, Request
 from drumroll.learners import Learner
 from drumroll.models.loading import load_tokenizer
+from drumroll.rewards.asking import open_judge
+from drumroll.rewards.model import RewardModel
 from drumroll.rollout.router import Router
 from drumroll.sample import Version
 
@@ -93,6 +96,9 @@ class RemoteWorkers(Workers):
             self.critic = self._learners(Role.CRITIC)
         if "judge" in self.layout.devices:
             self._judges = self._group(Role.JUDGE, "make_judge", list(self.layout.devices["judge"]), then="the run stops")
+        if "reward_model" in self.layout.devices:
+            devices = list(self.layout.devices["reward_model"])
+            self._classifiers = self._group(Role.REWARD_MODEL, "make_reward_model", devices, then="the run stops")
         algorithm = open_algorithm(config)
         self.needs = algorithm.needs
         self.desk = RayGroup(self.runtime, Role.DESK, [partial(make_desk, config)], deadline=config.cluster.call_timeout)
@@ -116,17 +122,31 @@ class RemoteWorkers(Workers):
 
     async def start(self) -> None:
         """Wait until every worker is there, and put the engines behind their queues."""
-        groups = [self.actor, self.rollout, self.desk, self.reference, self.critic, getattr(self, "_judges", None)]
+        asked = (getattr(self, "_judges", None), getattr(self, "_classifiers", None))
+        groups = [self.actor, self.rollout, self.desk, self.reference, self.critic, *asked]
         await asyncio.gather(*(g.ready() for g in groups if isinstance(g, RayGroup)))
         config = self.config
         self.router = Router(config.rollout.engine_timeout) if isinstance(config, RLConfig) else Router()
         for rank in range(self.rollout.size):
             await self._join(self.router, self._engines, rank)
             self._watching.append(asyncio.ensure_future(self._watch(rank)))
-        if config.roles.judge is not None:
-            self.judge, self.judge_tokenizer = Router(), load_tokenizer(config.roles.judge.model)
+        await self._scorers()
+
+    async def _scorers(self) -> None:
+        """The roles that rewards may ask."""
+        config = self.config
+        run, asked, model = Path(config.output) / config.name, config.roles.judge, config.roles.reward_model
+        if asked is not None and asked.url is None:
+            router = Router()
             for rank in range(self._judges.size):
-                await self._join(self.judge, self._judges, rank)
+                await self._join(router, self._judges, rank)
+            self.judge = open_judge(asked, run, router, load_tokenizer(asked.model))
+        elif asked is not None:
+            self.judge = open_judge(asked, run)
+            self.closing.append(self.judge.close)
+        if model is not None:
+            self.reward_model = RewardModel(model, self._classifiers, load_tokenizer(model.model))
+            self.closing.append(self.reward_model.close)
 
     async def _join(self, router: Router, group: RayGroup[Engine], rank: int) -> None:
         async def generate(request: Request) -> Completion:

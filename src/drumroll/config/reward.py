@@ -15,7 +15,7 @@ class RewardConfig(Section):
     """One scoring function."""
 
     use: str
-    """A built-in (exact, number, contains, length, judge) or `module:function`; its arguments are filled by column name."""
+    """A built-in (exact, number, contains, length, reasoning_gym, judge, judge_pairwise, reward_model) or `module:function`; its arguments are filled by column name."""
     weight: float = 1.0
     """Its share in the sample's reward; 0 logs it as a metric only."""
     args: dict[str, Any] = Field(default={})

@@ -12,17 +12,20 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
-from drumroll.errors import ConfigError
+from drumroll.errors import ConfigError, MissingExtra
 from drumroll.registry import Registry
 from drumroll.sample import Failure, Sample
 
 RewardFunction = Callable[..., Any]
 Ask = Callable[[str], Awaitable[str]]
 """A question to the judge, and its answer."""
+Rate = Callable[[Any, str], Awaitable[float]]
+"""A prompt and a completion to the reward model, and its score."""
 
 
 class Pool(Protocol):
@@ -33,7 +36,7 @@ class Pool(Protocol):
 
 
 REWARDS: Registry[RewardFunction] = Registry("reward")
-GIVEN = ("completion", "prompt", "sample", "judge")
+GIVEN = ("completion", "prompt", "sample", "judge", "reward_model")
 
 
 class BadReward(ValueError):
@@ -56,6 +59,12 @@ class Reward:
     def bind(cls, config: RewardConfig) -> Reward:
         """Look the function up and read its signature."""
         function = REWARDS.get(config.use)
+        traits = REWARDS.traits(config.use)
+        module, extra = traits.get("requires", (None, ""))
+        if module is not None and find_spec(module) is None:
+            raise MissingExtra(f"reward '{config.use}'", extra)
+        if (check := traits.get("check")) is not None:
+            check(config.args)
         name = config.use.rpartition(":")[2]
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in config.args]
@@ -72,7 +81,7 @@ class Reward:
             arguments=tuple(p.name for p in named),
             optional=frozenset(p.name for p in named if p.default is not p.empty),
             fixed=dict(config.args),
-            path=None if config.use in REWARDS.parts else config.use,
+            path=_path(config.use, function),
         )
 
     @property
@@ -80,24 +89,56 @@ class Reward:
         """Columns a row must have."""
         return [a for a in self.arguments if a not in GIVEN and a not in self.optional]
 
-    def inputs(self, sample: Sample, judge: Ask | None = None) -> dict[str, Any]:
+    def inputs(self, sample: Sample, **services: Any) -> dict[str, Any]:
         """The function's keyword arguments for one sample."""
-        given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample, "judge": judge}
+        given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample, **services}
         row = sample.prompt.columns
         found = {a: given[a] if a in given else row[a] for a in self.arguments if a in given or a in row}
         return {**found, **self.fixed}
 
-    async def __call__(self, sample: Sample, pool: Pool, seconds: float, judge: Ask | None = None) -> float | None:
+    async def __call__(
+        self, sample: Sample, pool: Pool, seconds: float, judge: Ask | None = None, reward_model: Rate | None = None
+    ) -> float | None:
         """Built-ins and coroutines run here; other functions of the user in a process that can be killed."""
-        inputs = self.inputs(sample, judge)
         if inspect.iscoroutinefunction(self.function):
-            async with asyncio.timeout(seconds):
-                value = await self.function(**inputs)
+            async with asyncio.timeout(seconds) as clock:
+                meter = Meter(clock, seconds)
+                services = {"judge": meter.unbilled(judge), "reward_model": meter.unbilled(reward_model)}
+                value = await self.function(**self.inputs(sample, **services))
         elif self.path is None:
-            value = self.function(**inputs)
+            value = self.function(**self.inputs(sample))
         else:
-            value = await pool.call(self.path, inputs, seconds)
+            value = await pool.call(self.path, self.inputs(sample), seconds)
         return check_value(self.name, value)
+
+
+class Meter:
+    """A reward's deadline. It stands still while the reward waits for a model, whose deadlines are its own."""
+
+    def __init__(self, clock: asyncio.Timeout, seconds: float) -> None:
+        self._clock, self._seconds, self._waiting = clock, seconds, 0
+
+    def unbilled(self, service: Any) -> Any:
+        """The same service, not billed to who asks."""
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self._waiting += 1
+            self._clock.reschedule(None)
+            try:
+                return await service(*args, **kwargs)
+            finally:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._clock.reschedule(asyncio.get_running_loop().time() + self._seconds)
+
+        return None if service is None else call
+
+
+def _path(use: str, function: RewardFunction) -> str | None:
+    """Where a process of its own finds the function; None for a built-in, unless it declares itself `isolated`."""
+    if use not in REWARDS.parts:
+        return use
+    return f"{function.__module__}:{function.__name__}" if REWARDS.traits(use).get("isolated") else None
 
 
 def check_value(name: str, value: Any) -> float | None:
@@ -122,17 +163,24 @@ class Scorer:
         timeout: float = 30.0,
         pool: Pool | None = None,
         judge: Ask | None = None,
+        reward_model: Rate | None = None,
     ) -> None:
         import drumroll.rewards.judge
+        import drumroll.rewards.model
+        import drumroll.rewards.reasoning
         import drumroll.rewards.text  # noqa: F401  the built-ins register themselves
 
         self.timeout = timeout
         self.pool = pool or KillablePool(2)
-        self.judge = judge
+        self.judge, self.reward_model = judge, reward_model
         self._rewards = {domain: [Reward.bind(c) for c in configs] for domain, configs in by_domain.items()}
-        asking = [r.name for rewards in self._rewards.values() for r in rewards if "judge" in r.arguments]
-        if asking and judge is None:
-            raise ConfigError(f"reward '{asking[0]}' asks a judge, but there is none: name one under roles.judge (model: ...).")
+        for role, there in (("judge", judge), ("reward_model", reward_model)):
+            asking = [r.name for rewards in self._rewards.values() for r in rewards if role in r.arguments]
+            if asking and there is None:
+                what = role.replace("_", " ")
+                raise ConfigError(
+                    f"reward '{asking[0]}' asks a {what}, but there is none: name one under roles.{role} (model: ...)."
+                )
 
     def rewards(self, domain: str) -> list[Reward]:
         """The rewards of a domain, or those for all."""
@@ -150,7 +198,7 @@ class Scorer:
         total, applicable = 0.0, False
         for reward in self.rewards(sample.prompt.domain):
             try:
-                value = await reward(sample, self.pool, self.timeout, self.judge)
+                value = await reward(sample, self.pool, self.timeout, self.judge, self.reward_model)
             except Exception as error:
                 sample.failure = self._failure(reward, error)
                 return
