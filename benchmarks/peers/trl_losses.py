@@ -19,7 +19,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from datasets import Dataset  # pyrefly: ignore [missing-import]
+from datasets import Dataset
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models

@@ -180,6 +180,8 @@ def test_pairs_may_be_asked_once():
         "judge_pairwise", "[[A]]", completion="mine", args={"swap": False, "against": "other"}, other="theirs"
     )
     assert (sample.reward, len(heard)) == (1.0, 1)
+    sample, _ = scored("judge_pairwise", "[[A]]", completion="mine", args={"against": "other"})
+    assert "compared with the column 'other', but there is only completion, prompt" in str(sample.failure)
 
 
 def test_waiting_for_the_judge_is_not_billed_to_the_reward():

@@ -11,7 +11,7 @@ from test_data import chat_renderer
 
 from drumroll.config import load
 from drumroll.config.data import DatasetConfig
-from drumroll.data.layouts import _IFEVAL, LAYOUTS, instruction, pytest_tests
+from drumroll.data.layouts import _IFEVAL, LAYOUTS, instruction
 from drumroll.data.rows import read
 from drumroll.data.source import Reader, no_columns
 from drumroll.errors import DataError, MissingExtra
@@ -105,23 +105,16 @@ def test_deepmath(tmp_path):
 
 
 def test_kodcode(tmp_path):
-    test = (
-        "import math\nfrom solution import twice\nBIG = 9\n\ndef test_small():\n    assert twice(1) == 2\n\n"
-        "def test_big():\n    assert twice(BIG) == math.floor(18.5)\n\ndef test_fixture(tmp_path):\n    assert False\n"
-    )
+    test = "from solution import twice\n\ndef test_small():\n    assert twice(1) == 2\n"
     given = {
         "version": "v1", "style": "instruct", "subset": "Prefill", "question_id": "P_1", "question": "Write twice(x).",
         "solution": "def twice(x):\n    return 2 * x", "test": test, "test_info": [{"function_name": "twice"}],
         "gpt_pass_percentage": 1.0,
     }  # fmt: skip
     [row] = rows_of(tmp_path, [given], layout="kodcode")
-    assert (row["prompt"], row["answer"]) == ("Write twice(x).", given["solution"])
-    assert len(row["tests"]) == 2
-    for each in row["tests"]:
-        exec(row["answer"] + "\n" + each["assert"], {})
-        with pytest.raises(AssertionError):
-            exec("def twice(x): return x\n" + each["assert"], {})
-    assert pytest_tests("def broken(:") == []
+    assert (row["prompt"], row["answer"], row["tests"]) == ("Write twice(x).", given["solution"], [{"pytest": test}])
+    assert row["gpt_pass_percentage"] == 1.0
+    assert "question" not in row
 
 
 def test_multi_subject(tmp_path):

@@ -7,7 +7,6 @@ row. What a user writes under `columns` and `tags` comes after it.
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -104,20 +103,9 @@ def trl(row: Row) -> Row:
 
 
 def kodcode(row: Row) -> Row:
-    """KodCode: pytest functions become tests of their own, each with what the file has around them."""
+    """KodCode: `test` is a pytest file that imports what it tests from `solution`."""
     found = renamed("test", prompt="question", answer="solution", completion="solution")(row)
-    return found | {"tests": pytest_tests(str(pick(row, "test")))}
-
-
-def pytest_tests(text: str) -> list[Row]:
-    """A test file as `{"assert": code}` for each test function without arguments; the import of the solution is left out."""
-    try:
-        parts = ast.parse(text).body
-    except (SyntaxError, ValueError):
-        return []
-    functions = [p for p in parts if isinstance(p, ast.FunctionDef) and p.name.startswith("test") and not p.args.args]
-    around = [p for p in parts if p not in functions and not (isinstance(p, ast.ImportFrom) and p.module == "solution")]
-    return [{"assert": "\n".join([*map(ast.unparse, around), ast.unparse(f), f"{f.name}()"])} for f in functions]
+    return found | {"tests": [{"pytest": pick(row, "test")}]}
 
 
 def rlvr_ifeval(row: Row) -> Row:

@@ -28,15 +28,15 @@ class Table(Sequence[Row]):
     """Rows that are made when they are asked for, so that a large dataset stays in its columns, or on disk."""
 
     def __init__(self, count: int, row: Callable[[int], Row]) -> None:
-        self.count, self.row = count, row
+        self.row, self._rows = row, count
 
     @override
     def __len__(self) -> int:
-        return self.count
+        return self._rows
 
     @override
     def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < self.count:
+        if not 0 <= index < self._rows:
             raise IndexError(index)
         return self.row(index)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from drumroll.errors import DataError
 from drumroll.rewards import REWARDS, Ask
 from drumroll.rewards.templates import fill
 from drumroll.rewards.templates import template as template_of
@@ -52,16 +54,15 @@ async def judge_pairwise(
 
     Asked in both orders, for judges like what comes first (or last); when its two answers differ, that is 0.5.
     """
-    text, all_fields = template_of(template).text, _fields(sample, fields)
-    orders = (("completion", against), (against, "completion"))
-    said = [
-        winner(await judge(fill(text, all_fields | {"first": all_fields.get(a, ""), "second": all_fields.get(b, "")})))
-        for a, b in orders[: 2 if swap else 1]
-    ]
-    values = [_value(side, ours) for side, ours in zip(said, ("A", "B"), strict=False)]
+    text, known = template_of(template).text, _fields(sample, fields)
+    if against not in known:
+        raise DataError(
+            f"the completion is compared with the column '{against}', but there is only {', '.join(sorted(known))}."
+        )
+    mine, other = known["completion"], known[against]
+    orders = ((mine, other), (other, mine))[: 2 if swap else 1]
+    asked = [judge(fill(text, known | {"first": first, "second": second})) for first, second in orders]
+    said = [winner(answer) for answer in await asyncio.gather(*asked)]
+    values = {0.5 if side == "tie" else float(side == ours) for side, ours in zip(said, "AB", strict=False)}
     readable = None not in said
-    return _noted(sample, (values[0] if len(set(values)) == 1 else 0.5) if readable else None, 0.5)
-
-
-def _value(side: str | None, ours: str) -> float:
-    return 0.5 if side in (None, "tie") else float(side == ours)
+    return _noted(sample, (values.pop() if len(values) == 1 else 0.5) if readable else None, 0.5)

@@ -7,7 +7,7 @@ template stays as it is, and what is filled in is never searched for fields.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -82,7 +82,7 @@ def fill(text: str, fields: Mapping[str, Any]) -> str:
 
 def spelled(value: Any) -> str:
     """A value as a person would write it: a conversation turn by turn, a list point by point."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         if all(isinstance(turn, Mapping) and "role" in turn for turn in value):
             turns = [(str(turn["role"]), str(turn.get("content") or "")) for turn in value]
             return turns[0][1] if len(turns) == 1 else "\n".join(f"{role}: {text}" for role, text in turns)
