@@ -52,13 +52,13 @@ TOPICS = (
 )
 KEYWORDS = ("river", "bridge", "music", "window", "table", "silver")
 ENDINGS = ("That is all.", "Good night.", "The end.", "Thank you for reading.")
-PLAIN = "Well, here is something short that one could say about {topic}."
+PLAIN = "Well, here is something short that one could perhaps say about {topic}, if one were asked to."
 """Breaks every rule below: it has capitals and small letters, a comma, 'something', no keyword, mark, title or bullet."""
 
 
 def _content(rng: random.Random) -> _Rule:
     word = rng.choice(KEYWORDS)
-    few = rng.randint(9, 11)
+    few = rng.randint(13, 16)
     return rng.choice(
         (
             _Rule("keywords:existence", f"Use the word {word}.", {"keywords": [word]}, lambda text: f"{text} It has a {word}."),
@@ -68,7 +68,7 @@ def _content(rng: random.Random) -> _Rule:
             ),
             _Rule(
                 "length_constraints:number_words", f"Use less than {few} words.", {"relation": "less than", "num_words": few},
-                lambda text: f"Well, {text.partition(' about ')[2]}",
+                lambda text: f"Well, one could talk about {text.partition(' about ')[2].partition(',')[0]}.",
             ),
             _Rule("punctuation:no_comma", "Do not use any commas.", {}, lambda text: text.replace(",", "")),
         )
