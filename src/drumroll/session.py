@@ -125,6 +125,8 @@ class Session:
         if last or (config.eval.every and self.step % config.eval.every == 0):
             score = await self._evaluate_step(metrics)
         metrics |= self._take_times()
+        if not config.deterministic:  # how much was asked beyond the batch depends on timing
+            metrics |= self.workers.metrics()
         self.run.append_metrics(self.step, metrics)
         self.trackers.log(self.step, metrics)
         self.progress.committed(self.step, metrics)

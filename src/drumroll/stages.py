@@ -22,7 +22,6 @@ from drumroll.data.source import PromptSource
 from drumroll.learners import Learner, Metrics, Update
 from drumroll.learners.totals import merge
 from drumroll.rewards import Scorer
-from drumroll.rewards.judge import Ask, ask_by
 from drumroll.rollout.evaluation import Evaluator, open_sets
 from drumroll.rollout.lifecycle import Listener
 from drumroll.rollout.scheduler import Decode, Rollouts
@@ -37,12 +36,9 @@ def decoder(workers: Workers) -> Decode:
 
 
 def open_scorer(config: AnyConfig, workers: Workers, rollout: RolloutConfig) -> Scorer:
-    """The rewards, their processes, the judge that they may ask and the sandbox that they may use."""
-    judge: Ask | None = None
-    if workers.judge is not None and config.roles.judge is not None:
-        judge = ask_by(workers.judge, workers.judge_tokenizer, config.roles.judge)
+    """The rewards, their processes, the models that they may ask and the sandbox that they may use."""
     pool = workers.open_pool(rollout.reward_workers)
-    scorer = Scorer(config.rewards(), rollout.reward_timeout, pool, judge, config.sandbox)
+    scorer = Scorer(config.rewards(), rollout.reward_timeout, pool, workers.judge, workers.reward_model, config.sandbox)
     workers.closing.append(scorer.close)
     return scorer
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_reward_model import classifier
 
 import drumroll
 from drumroll.errors import ConfigError
@@ -157,8 +158,8 @@ def test_without_the_sync_they_would_not(small, monkeypatch):
 
 
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_papers_partial_sharing_in_small(small, staleness):
-    """Training on four devices; three of them also generate, the fourth judges."""
+def test_the_papers_partial_sharing_in_small(small, tmp_path, staleness):
+    """Training on four devices; three of them also generate, the fourth judges and scores."""
     run = drumroll.train(
         small(
             cluster=ONE | {"devices": 4},
@@ -166,15 +167,20 @@ def test_the_papers_partial_sharing_in_small(small, staleness):
                 "actor": {"devices": "0-3"},
                 "rollout": {"devices": "0-2"},
                 "judge": {"model": "tiny", "devices": "3", "max_prompt_tokens": 128},
+                "reward_model": {"model": classifier(tmp_path / "classifier"), "devices": "3"},
             },
-            reward=["exact", {"use": "judge", "weight": 0.1}],
+            reward=[
+                "exact",
+                {"use": "judge", "weight": 0.1, "args": {"template": "score"}},
+                {"use": "reward_model", "weight": 0.0},
+            ],
             rollout={"max_staleness": staleness},
             steps=2,
             threads=1,
         )
     )
     assert run.summary["steps"] == 2
-    assert "reward/sums/judge" in run.metrics[1]
+    assert {"reward/sums/judge", "reward/sums/reward_model", "judge/calls"} <= set(run.metrics[1])
     if not staleness:
         assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
 

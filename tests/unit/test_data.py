@@ -154,7 +154,7 @@ def test_files_of_all_kinds_read_the_same(tmp_path):
         writer.writeheader()
         writer.writerows(rows)
     for kind in ("jsonl", "json", "parquet", "csv"):
-        assert read("x", DatasetConfig(source=str(tmp_path / f"r.{kind}")), 0) == rows
+        assert list(read("x", DatasetConfig(source=str(tmp_path / f"r.{kind}")), 0)) == rows
 
 
 def test_plain_text_and_chat_rendering():

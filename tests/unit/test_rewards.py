@@ -10,7 +10,7 @@ from drumroll.config.roles import JudgeRole
 from drumroll.engines import Completion, EngineLost
 from drumroll.errors import ConfigError
 from drumroll.models.loading import load_tokenizer
-from drumroll.rewards import REWARDS, Scorer
+from drumroll.rewards import Scorer
 from drumroll.rewards.text import exact, number
 from drumroll.rollout.router import Router
 from drumroll.sample import Prompt, Sample, StopReason

@@ -32,6 +32,7 @@ class Role(StrEnum):
     REFERENCE = "reference"
     CRITIC = "critic"
     JUDGE = "judge"
+    REWARD_MODEL = "reward_model"
     DESK = "desk"
     REWARD = "reward"
 

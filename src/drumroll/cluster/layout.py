@@ -23,8 +23,10 @@ def requests(config: AnyConfig, needs: Collection[str]) -> list[DeviceRequest]:
         asked.append(DeviceRequest("reference", roles.reference.devices))
     if VALUES in needs:
         asked.append(DeviceRequest("critic", roles.critic.devices))
-    if roles.judge is not None:
+    if roles.judge is not None and roles.judge.url is None:
         asked.append(DeviceRequest("judge", roles.judge.devices))
+    if roles.reward_model is not None:
+        asked.append(DeviceRequest("reward_model", roles.reward_model.devices))
     return asked
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from drumroll.config import AnyConfig, RLConfig
 from drumroll.engines import EngineLost
 from drumroll.learners import Learner
 from drumroll.models.loading import load_tokenizer
+from drumroll.rewards.asking import open_judge
+from drumroll.rewards.model import RewardModel
 from drumroll.rollout.router import Router
 from drumroll.sample import Version
 
@@ -96,10 +99,11 @@ class RemoteWorkers(Workers):
             self.reference = self.actor
         if "critic" in self.layout.devices:
             self.critic = self._learners(Role.CRITIC)
-        if config.roles.judge is not None:
+        if "judge" in self.layout.devices:
             then = "its questions go to other judges" + (" and a new one is started" if anew else "")
             self._fleets.append(self._fleet_of(self._group(Role.JUDGE, "make_judge", then)))
-            self.judge, self.judge_tokenizer = self._fleets[1].router, load_tokenizer(config.roles.judge.model)
+        if "reward_model" in self.layout.devices:
+            self._classifiers = self._group(Role.REWARD_MODEL, "make_reward_model", self._stops)
         self.desk = RayGroup(
             self.runtime, Role.DESK, [partial(make_desk, config)], deadline=config.cluster.call_timeout, then=self._stops
         )
@@ -146,6 +150,20 @@ class RemoteWorkers(Workers):
         self.router = self._fleet.router
         for fleet in self._fleets:
             await fleet.start()
+        self._scorers()
+
+    def _scorers(self) -> None:
+        """The roles that rewards may ask."""
+        config = self.config
+        run, asked, model = Path(config.output) / config.name, config.roles.judge, config.roles.reward_model
+        if asked is not None and asked.url is None:
+            self.judge = open_judge(asked, run, self._fleets[1].router, load_tokenizer(asked.model))
+        elif asked is not None:
+            self.judge = open_judge(asked, run)
+            self.closing.append(self.judge.close)
+        if model is not None:
+            self.reward_model = RewardModel(model, self._classifiers, load_tokenizer(model.model))
+            self.closing.append(self.reward_model.close)
 
     # --- weights ---
 

@@ -15,6 +15,7 @@ from drumroll.learners.torch import TorchLearner
 from drumroll.models.adapters import add_adapters
 from drumroll.models.loading import LoadedModel, end_tokens, load
 from drumroll.models.value import value_model
+from drumroll.rewards.model import Classifier
 
 
 def _model(config: AnyConfig, role: Literal["actor", "reference", "critic"]) -> LoadedModel:
@@ -78,6 +79,12 @@ def make_engine(config: AnyConfig) -> Engine:
         eos=end_tokens(name),
         options=options,
     )
+
+
+def make_reward_model(config: AnyConfig) -> Classifier:
+    """The classifier that rewards may ask."""
+    assert config.roles.reward_model is not None
+    return Classifier(config.roles.reward_model)
 
 
 def make_judge(config: AnyConfig) -> Engine:

@@ -25,21 +25,24 @@ from drumroll.config import AnyConfig
 from drumroll.engines import Completion, Engine, Request
 from drumroll.learners.ranks import Ranks
 from drumroll.models.adapters import peft_config
+from drumroll.rewards.model import Classifier
 from drumroll.sample import Version
 
 
 def make_seat(
     make: str, config: AnyConfig, device: Device, rank: int, count: int, meeting: tuple[str, int] | None = None
-) -> LearnerSeat | EngineSeat:
+) -> LearnerSeat | EngineSeat | Classifier:
     """Make the worker of a role in this process, which sees the GPUs of its own place only; `device` is the first of it."""
     sys.path[:0] = [path for path in config.import_from if path not in sys.path]
     configure_torch(config, device.threads)
     where = "cuda" if device.kind is Kind.CUDA else "cpu"
-    sections = {name: getattr(config.roles, name) for name in ("actor", "reference", "critic", "judge")}
+    sections = {name: getattr(config.roles, name) for name in ("actor", "reference", "critic", "judge", "reward_model")}
     on = {name: section.model_copy(update={"device": where}) for name, section in sections.items() if section is not None}
     config = config.model_copy(update={"roles": config.roles.model_copy(update=on)})
     if make in ("make_engine", "make_judge"):
         return EngineSeat(getattr(roles, make)(config), config)
+    if make == "make_reward_model":
+        return roles.make_reward_model(config)
     ranks = Ranks(rank, count)
     if meeting is not None and make != "make_reference":
         ranks = Ranks.meet(rank, count, *meeting, device=where, seconds=config.cluster.call_timeout)

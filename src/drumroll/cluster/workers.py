@@ -17,6 +17,8 @@ from drumroll.engines import Engine
 from drumroll.learners import Learner
 from drumroll.models.cores import CORES
 from drumroll.rewards import Pool
+from drumroll.rewards.asking import Judge
+from drumroll.rewards.model import RewardModel
 from drumroll.rollout.router import Router
 from drumroll.sample import Version
 
@@ -30,8 +32,8 @@ class Workers(ABC):
     reference: WorkerGroup[Learner] | None = None
     critic: WorkerGroup[Learner] | None = None
     router: Router
-    judge: Router | None = None
-    judge_tokenizer: Any = None
+    judge: Judge | None = None
+    reward_model: RewardModel | None = None
     needs: Mapping[str, str]
     tokenizer: Any
 
@@ -50,6 +52,10 @@ class Workers(ABC):
     @abstractmethod
     def interrupt(self) -> None:
         """End running updates before their next micro-batch; callable from any thread."""
+
+    def metrics(self) -> dict[str, float]:
+        """What was asked of the judge since the last call."""
+        return {} if self.judge is None else self.judge.metrics()
 
     @abstractmethod
     async def memory(self) -> dict[str, float]:

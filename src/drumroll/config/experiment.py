@@ -69,7 +69,7 @@ class RunConfig(Section):
         if mixture is not None and (min(mixture.values()) < 0 or sum(mixture.values()) <= 0):
             raise ValueError(f"data.mixture needs shares of at least 0 with a positive sum, got {mixture}")
         if self.cluster.runtime == "local":
-            for role in ("actor", "rollout", "reference", "critic", "judge"):
+            for role in ("actor", "rollout", "reference", "critic", "judge", "reward_model"):
                 if getattr(getattr(self.roles, role), "devices", None) is not None:
                     raise ValueError(
                         f"roles.{role}.devices maps a role to devices of a pool, which needs cluster.runtime: ray; on the local runtime "

@@ -149,8 +149,10 @@ def _resolve_paths(values: dict[str, Any], base: Path) -> None:
         sets = (values.get(section) or {}).get(key) if isinstance(values.get(section), dict) else None
         for dataset in sets.values() if isinstance(sets, dict) else ():
             source = dataset.get("source") if isinstance(dataset, dict) else None
-            if isinstance(source, str) and source.endswith(FILE_SUFFIXES):
-                here, beside = Path(source).expanduser(), base / source
+            if not isinstance(source, str):
+                continue
+            here, beside = Path(source).expanduser(), base / source
+            if source.endswith(FILE_SUFFIXES) or here.is_dir() or beside.is_dir():
                 dataset["source"] = str((beside if not here.exists() and beside.exists() else here).resolve())
 
     roles = values.get("roles")

@@ -13,7 +13,8 @@ from typing import Any
 
 from drumroll.config.data import DataConfig, DatasetConfig
 from drumroll.data.render import Content, Renderer
-from drumroll.data.rows import Row, read
+from drumroll.data.rows import read
+from drumroll.data.split import Row
 from drumroll.errors import DataError
 from drumroll.sample import Prompt
 
@@ -85,7 +86,7 @@ class _Stream:
     """The endless row order of one dataset."""
 
     reader: Reader
-    rows: list[Row] | Iterator[Row]
+    rows: Sequence[Row] | Iterator[Row]
     share: float
     shuffle_seed: str | None
     taken: int = 0
@@ -95,9 +96,11 @@ class _Stream:
     def next(self) -> tuple[Row, int]:
         number = self.taken
         self.taken += 1
-        if not isinstance(self.rows, list):
+        if not isinstance(self.rows, Sequence):
             try:
                 return next(self.rows), number
+            except DataError:
+                raise
             except Exception as error:
                 if not isinstance(error, StopIteration):
                     text = f"{type(error).__name__}: {error}"
@@ -114,7 +117,7 @@ class _Stream:
         return self.rows[index], index
 
     def epochs(self) -> float:
-        return self.taken / len(self.rows) if isinstance(self.rows, list) else 0.0
+        return self.taken / len(self.rows) if isinstance(self.rows, Sequence) else 0.0
 
 
 class PromptSource:
@@ -172,15 +175,15 @@ class PromptSource:
 
     def exhausted(self) -> bool:
         """Whether `data.epochs` passes over the largest finite dataset are done."""
-        finite = [s for s in self._streams if isinstance(s.rows, list)]
+        finite = [s for s in self._streams if isinstance(s.rows, Sequence)]
         if self.config.epochs is None or not finite:
             return False
-        largest = max(finite, key=lambda s: len(s.rows) if isinstance(s.rows, list) else 0)
+        largest = max(finite, key=lambda s: len(s.rows) if isinstance(s.rows, Sequence) else 0)
         return largest.epochs() >= self.config.epochs
 
     def metrics(self) -> dict[str, float]:
         """Over-long prompts met so far, and passes over the largest finite dataset."""
-        finite = [s for s in self._streams if isinstance(s.rows, list)]
+        finite = [s for s in self._streams if isinstance(s.rows, Sequence)]
         epochs = max(finite, key=lambda s: len(s.rows)).epochs() if finite else 0.0  # pyrefly: ignore[bad-argument-type]
         return {"data/overlong": float(self.overlong), **({"data/epoch": epochs} if epochs else {})}
 
@@ -194,7 +197,7 @@ class PromptSource:
         self._draws, self._drawn, self.overlong = state["draws"], list(state["drawn"]), state["overlong"]
         for stream in self._streams:
             taken = state["taken"].get(stream.reader.name, 0)
-            if isinstance(stream.rows, list):
+            if isinstance(stream.rows, Sequence):
                 stream.taken = taken
             else:
                 while stream.taken < taken:

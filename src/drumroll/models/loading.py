@@ -81,6 +81,24 @@ def end_tokens(name: str) -> frozenset[int]:
     return _eos(_pretrained(str(tiny.SHIPPED) if name in tiny.NAMES else name, generation), load_tokenizer(name))
 
 
+def load_classifier(name: str) -> tuple[Any, int]:
+    """A sequence classifier, and the token to pad with, which it must know to find the end of a row."""
+    from transformers import AutoModelForSequenceClassification
+
+    _quiet_transformers()
+
+    def read(source: str) -> tuple[Any, dict[str, Any]]:
+        return AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+
+    module, info = _pretrained(name, read)
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"model: {name} is no sequence classifier: it has no {missing[0]}. Train one, or name another.")
+    config, tokenizer = module.config, load_tokenizer(name)
+    known = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    config.pad_token_id = next(token for token in known if token is not None)
+    return module, int(config.pad_token_id)
+
+
 def _from_pretrained(name: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -13,7 +13,6 @@ from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
 from math_verify.utils import timeout
 from sympy import Expr, Float, Rational
-from typing_extensions import override
 
 SECONDS = 2
 """For each of reading and comparing; a Python loop is stopped then, without the loss of a process."""
@@ -25,7 +24,6 @@ logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 class TwoStageParser(latex2sympy2.PSParser):
     """math-verify's parser, which tries ANTLR's quick prediction first: it finds the same tree, or fails, several times faster."""
 
-    @override
     def math(self) -> Any:
         self._interp.predictionMode = PredictionMode.SLL
         try:
