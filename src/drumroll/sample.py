@@ -68,6 +68,7 @@ class Prompt:
     content: str | tuple[Message, ...]
     tokens: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
+    stream: str = ""  # whose share in a batch is fixed
 
     @staticmethod
     def stable_id(content: Any) -> str:

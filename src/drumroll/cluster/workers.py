@@ -93,15 +93,15 @@ def open_algorithm(config: AnyConfig) -> Algorithm:
         from drumroll.config.algorithm import AlgorithmConfig
 
         return Algorithm(AlgorithmConfig(), single_update=True)
-    samples = config.rollout.prompts * config.rollout.samples
+    samples = config.rollout.prompts * config.rollout.most_samples
     single = config.optim.epochs == 1 and (config.optim.minibatch or samples) >= samples
     stale = config.rollout.max_staleness > 0
-    return Algorithm(config.algorithm, single_update=single, longest=config.rollout.max_tokens, stale=stale)
+    return Algorithm(config.algorithm, single_update=single, longest=config.rollout.longest, stale=stale)
 
 
 def context_length(config: AnyConfig) -> int:
     """Tokens a row of the engine must hold: the longest prompt and the longest completion."""
-    own = config.rollout.max_tokens if isinstance(config, RLConfig) else config.eval_max_tokens
+    own = config.rollout.longest if isinstance(config, RLConfig) else config.eval_max_tokens
     evaluations = [s.max_tokens or own for s in config.eval.sets.values()]
     return config.data.max_prompt_tokens + max([own, *evaluations])
 

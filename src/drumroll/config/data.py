@@ -48,7 +48,7 @@ class DataConfig(Section):
     train: dict[str, DatasetConfig]
     """Datasets by name."""
     mixture: dict[str, float] | None = None
-    """Share of each dataset in the draws, by name; holds to within one prompt at any time. Default: equal shares."""
+    """Share of each dataset in every batch, by name, to within one prompt, also when groups are filtered. Default: equal shares of the draws."""
     shuffle: bool = True
     """Shuffle finite datasets anew in every epoch, by `seed`."""
     epochs: float | None = Field(None, gt=0)

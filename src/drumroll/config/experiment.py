@@ -123,7 +123,7 @@ class RLConfig(RunConfig):
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
         samples, mini = self.rollout.prompts * self.rollout.samples, self.optim.minibatch
-        if mini is not None and samples % mini:
+        if mini is not None and samples % mini and not self.rollout.domains:
             fits = next(m for m in range(mini, 0, -1) if samples % m == 0)
             raise ValueError(
                 f"{self.rollout.prompts} prompts × {self.rollout.samples} samples = {samples} samples do not divide into "
@@ -151,17 +151,18 @@ class RLConfig(RunConfig):
     @model_validator(mode="after")
     def _algorithm_is_sound(self) -> Self:
         chosen, rollout = self.algorithm, self.rollout
-        if chosen.advantage in GROUPED and rollout.samples < 2:
+        fewest = min([rollout.samples, *(d.samples for d in rollout.domains.values() if d.samples)])
+        if chosen.advantage in GROUPED and fewest < 2:
             raise ValueError(
                 f"algorithm.advantage: {chosen.advantage} compares the samples of a group, so rollout.samples must be at least 2, got 1"
             )
-        if "group" in (chosen.reward_mean, chosen.reward_std) and rollout.samples < 2:
+        if "group" in (chosen.reward_mean, chosen.reward_std) and fewest < 2:
             raise ValueError(
                 f"algorithm.reward_mean: {chosen.reward_mean} and reward_std: {chosen.reward_std} compare the samples of a group, "
                 "so rollout.samples must be at least 2, got 1"
             )
-        if chosen.advantage == "pass_at_k" and chosen.pass_k > rollout.samples:
-            raise ValueError(f"algorithm.pass_k: {chosen.pass_k} cannot be drawn from rollout.samples: {rollout.samples}")
+        if chosen.advantage == "pass_at_k" and chosen.pass_k > fewest:
+            raise ValueError(f"algorithm.pass_k: {chosen.pass_k} cannot be drawn from rollout.samples: {fewest}")
         if self.optim.epochs > 1 and chosen.loss in WITHOUT_RATIO:
             raise ValueError(
                 f"optim.epochs: {self.optim.epochs} trains on samples again after the policy has moved, but algorithm.loss: {chosen.loss} "

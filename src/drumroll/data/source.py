@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drumroll.config.data import DataConfig, DatasetConfig
@@ -35,6 +35,7 @@ class Reader:
     config: DatasetConfig
     renderer: Renderer
     required: RequiredColumns
+    stream: str = ""
 
     def prompt(self, row: Row, number: int) -> Prompt:
         """One row as a prompt; a missing column is named with the row's place and the columns there are."""
@@ -54,7 +55,7 @@ class Reader:
         tokens = self.renderer.prompt(content, chat=self.config.chat, system=self.config.system)
         if not tokens:
             raise DataError(f"{self.name}: row {number + 1} has an empty prompt.")
-        return Prompt(Prompt.stable_id([domain, content]), domain, content, tokens, row)
+        return Prompt(Prompt.stable_id([domain, content]), domain, content, tokens, row, self.stream)
 
     def _content(self, row: Row) -> tuple[Content | None, Row]:
         """The prompt of a row. A conversation that ends with the assistant's turn gives that turn as the completion."""
@@ -129,9 +130,10 @@ class PromptSource:
         self._draws = 0
         mixture = config.mixture or dict.fromkeys(config.train, 1.0)
         total = sum(mixture.values())
+        self.shares = {name: share for name, share in config.mixture.items() if share} if config.mixture else {"": 1.0}
         self._streams = [
             _Stream(
-                Reader(f"data.train.{name}", dataset, renderer, required),
+                Reader(f"data.train.{name}", dataset, renderer, required, name if config.mixture else ""),
                 read(f"data.train.{name}", dataset, seed),
                 mixture[name] / total,
                 f"{seed}/{name}" if config.shuffle else None,
@@ -171,7 +173,7 @@ class PromptSource:
             )
         if self.config.overlong == "drop":
             return None
-        return Prompt(prompt.id, prompt.domain, prompt.content, prompt.tokens[-limit:], prompt.columns)
+        return replace(prompt, tokens=prompt.tokens[-limit:])
 
     def exhausted(self) -> bool:
         """Whether `data.epochs` passes over the largest finite dataset are done."""
