@@ -11,6 +11,7 @@ from drumroll.engines import Completion, EngineLost
 from drumroll.errors import ConfigError
 from drumroll.models.loading import load_tokenizer
 from drumroll.rewards import Scorer
+from drumroll.rewards.asking import open_judge
 from drumroll.rewards.text import exact, number
 from drumroll.rollout.router import Router
 from drumroll.sample import Prompt, Sample, StopReason
@@ -192,12 +193,12 @@ class Judges:
 TOKENS = list(load_tokenizer("tiny")("yes")["input_ids"])
 
 
-def test_a_judge_that_is_lost_or_must_rest_is_asked_again():
-    from drumroll.rewards.judge import ask_by
+def test_a_judge_that_is_lost_or_must_rest_is_asked_again(tmp_path):
+    role = JudgeRole(model="tiny", max_tokens=8, backoff=0.01)
 
     async def main():
         judges = Judges()
-        ask = ask_by(judges.router, load_tokenizer("tiny"), JudgeRole(model="tiny", max_tokens=8))
+        ask = open_judge(role, tmp_path, judges.router, load_tokenizer("tiny"))
         assert await ask("is it?") == "yes"
         (first, all_tokens), (second, rest) = judges.asked
         assert (second - first, all_tokens, rest) == (1, 8, 7)

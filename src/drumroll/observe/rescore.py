@@ -31,12 +31,13 @@ async def rescore(run: Path, config: RLConfig) -> Table:
     files = sorted((run / "rollouts").glob("*.parquet"))
     if not files:
         raise StoreError(f"{run} has no recorded rollouts to score again.")
-    workers = await open_workers(config) if config.roles.judge is not None else None  # else no model is needed
+    asks = config.roles.judge is not None or config.roles.reward_model is not None
+    workers = await open_workers(config) if asks else None  # else no model is needed
     pool = KillablePool(config.rollout.reward_workers)
     scorer = (
         open_scorer(config, workers, config.rollout)
         if workers is not None
-        else Scorer(config.rewards(), config.rollout.reward_timeout, pool)
+        else Scorer(config.rewards(), config.rollout.reward_timeout, pool, sandbox=config.sandbox)
     )
     counts: dict[str, dict[str, float]] = {}
     try:
