@@ -85,7 +85,7 @@ class RemoteWorkers(Workers):
         self._stops = f"the run stops; drumroll train --resume {config.output}/{config.name} goes on from the last checkpoint"
         self._actors: RayGroup[Any] = self._learners(Role.ACTOR)
         self.actor = self._actors
-        then = "its samples go to other engines" + (" and a new one is started" if anew else "")
+        then = "a new one is started, and its samples go on there or elsewhere" if anew else "its samples go to other engines"
         self._engines: RayGroup[Any] = self._group(Role.ROLLOUT, "make_engine", then)
         self.rollout = self._engines
         self._fleet = self._fleet_of(self._engines, self._renew)
@@ -97,7 +97,7 @@ class RemoteWorkers(Workers):
         if "critic" in self.layout.devices:
             self.critic = self._learners(Role.CRITIC)
         if config.roles.judge is not None:
-            then = "its questions go to other judges" + (" and a new one is started" if anew else "")
+            then = "a new one is started, and its questions are asked again" if anew else "its questions go to other judges"
             self._fleets.append(self._fleet_of(self._group(Role.JUDGE, "make_judge", then)))
             self.judge, self.judge_tokenizer = self._fleets[1].router, load_tokenizer(config.roles.judge.model)
         self.desk = RayGroup(
