@@ -100,9 +100,8 @@ class RemoteWorkers(Workers):
             then = "a new one is started, and its questions are asked again" if anew else "its questions go to other judges"
             self._fleets.append(self._fleet_of(self._group(Role.JUDGE, "make_judge", then)))
             self.judge, self.judge_tokenizer = self._fleets[1].router, load_tokenizer(config.roles.judge.model)
-        self.desk = RayGroup(
-            self.runtime, Role.DESK, [partial(make_desk, config)], deadline=config.cluster.call_timeout, then=self._stops
-        )
+        beside, deadline = self._actors.places[:1], config.cluster.call_timeout  # no further machine that could end the run
+        self.desk = RayGroup(self.runtime, Role.DESK, [partial(make_desk, config)], beside, deadline=deadline, then=self._stops)
 
     def _group(self, role: Role, make: str, then: str, **more: Any) -> RayGroup[Any]:
         places, deadline = self.layout.replicas(role), self.config.cluster.call_timeout
