@@ -51,6 +51,7 @@ DEATHS = {
     r"ray\.kill": "it was ended by ray.kill",
     r"connection error code 2": "its process ended without a word, by SIGKILL (as when memory runs out) or os._exit",
     r"[Ee]xit code:? (\d+)": "its process ended with exit code {}",
+    r"is unavailable": "it cannot be reached, as when its node is gone",
 }
 """What Ray's text of an actor's death means, the first that fits."""
 

@@ -88,7 +88,7 @@ class RemoteWorkers(Workers):
         self._stops = f"the run stops; drumroll train --resume {config.output}/{config.name} goes on from the last checkpoint"
         self._actors: RayGroup[Any] = self._learners(Role.ACTOR)
         self.actor = self._actors
-        then = "its samples go to other engines" + (" and a new one is started" if anew else "")
+        then = "a new one is started, and its samples go on there or elsewhere" if anew else "its samples go to other engines"
         self._engines: RayGroup[Any] = self._group(Role.ROLLOUT, "make_engine", then)
         self.rollout = self._engines
         self._fleet = self._fleet_of(self._engines, self._renew)
@@ -100,13 +100,12 @@ class RemoteWorkers(Workers):
         if "critic" in self.layout.devices:
             self.critic = self._learners(Role.CRITIC)
         if "judge" in self.layout.devices:
-            then = "its questions go to other judges" + (" and a new one is started" if anew else "")
+            then = "a new one is started, and its questions are asked again" if anew else "its questions go to other judges"
             self._fleets.append(self._fleet_of(self._group(Role.JUDGE, "make_judge", then)))
         if "reward_model" in self.layout.devices:
             self._classifiers = self._group(Role.REWARD_MODEL, "make_reward_model", self._stops)
-        self.desk = RayGroup(
-            self.runtime, Role.DESK, [partial(make_desk, config)], deadline=config.cluster.call_timeout, then=self._stops
-        )
+        beside, deadline = self._actors.places[:1], config.cluster.call_timeout  # no further machine that could end the run
+        self.desk = RayGroup(self.runtime, Role.DESK, [partial(make_desk, config)], beside, deadline=deadline, then=self._stops)
 
     def _group(self, role: Role, make: str, then: str, **more: Any) -> RayGroup[Any]:
         places, deadline = self.layout.replicas(role), self.config.cluster.call_timeout
