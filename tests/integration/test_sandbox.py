@@ -200,9 +200,9 @@ def test_fractions_and_early_stops(boxes):
     assert "f returned 4" in outcome.why
     early = boxes.run(program, tests, Limits(seconds=60, stop_early=True))
     assert (early.status, early.passed) == (Status.FAILED, 3)
-    hung = boxes.run("while True: pass", [Stdio("", "1")] * 20, Limits(seconds=1))
+    hung = boxes.run("while True: pass", [Stdio("", "1")] * 20, Limits(seconds=2))
     assert (hung.status, hung.total) == (Status.TIMEOUT, 20)
-    assert hung.seconds < 15
+    assert hung.seconds < 4  # it ran once
 
 
 def test_what_went_wrong_is_said(boxes):

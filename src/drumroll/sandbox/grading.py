@@ -171,8 +171,8 @@ class Grader(ABC):
         limits = limits or self.limits
         outcomes: list[Outcome] = []
         for group in runs(tests):
-            stopped = outcomes and (outcomes[-1].status is Status.TIMEOUT or (limits.stop_early and _bad(outcomes)))
-            if stopped:
+            bad = _bad(outcomes)
+            if bad and (limits.stop_early or any(o.status is Status.TIMEOUT for o in bad)):
                 outcomes.append(Outcome(Status.FAILED, 0, len(group)))
                 continue
             job = Job(program, group, limits)
