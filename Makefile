@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help quickstart test test-slow soak check format smollm2 tiny bench bench-env vllm system clean
+.PHONY: help quickstart test test-slow soak check format smollm2 tiny multi-domain bench bench-env vllm system clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -38,6 +38,11 @@ smollm2: $(VENV)/installed-dev ## bring SmolLM2-135M-Instruct into the cache as 
 tiny: $(VENV)/installed ## make the built-in tiny model anew
 	$(BIN)/drumroll train recipes/tiny-weak/recipe.yaml --overwrite
 	$(BIN)/python -m drumroll.models.tiny runs/tiny-weak/model
+
+multi-domain: $(VENV)/installed-dev system ## five domains at once: make the start model and the judge, then train
+	$(BIN)/drumroll train recipes/multi-domain/judge.yaml --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/warm-start.yaml --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/recipe.yaml --overwrite
 
 bench: $(VENV)/installed ## run all benchmarks and write docs/performance.md (nothing else may run)
 	$(BIN)/python benchmarks/collect.py
