@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -81,7 +82,7 @@ def test_splits_never_meet(name, settings_):
     starts = {split: {made.reset(0, instance=n, split=split) for n in range(40)} for split in ("train", "held_out")}
     assert starts["train"]
     assert not starts["train"] & starts["held_out"]
-    with pytest.raises(DataError, match="train.*held_out"):
+    with pytest.raises(DataError, match=r"train.*held_out"):
         made.reset(0, split="tset")
 
 
@@ -182,7 +183,7 @@ def test_moves_are_read(text, moves):
     assert "".join(read_moves(text, 4)) == moves
 
 
-@given(st.integers(2, 9), st.floats(0, 1), st.booleans(), st.integers(0, 10**9))
+@given(st.integers(4, 9), st.floats(0.2, 1), st.booleans(), st.integers(0, 10**9))
 def test_every_lake_can_be_crossed_in_time(size, holes, corners, instance):
     rows = lake(size, holes, corners, instance, "train")
     cells = {(r, c): letter for r, row in enumerate(rows) for c, letter in enumerate(row)}
@@ -204,7 +205,7 @@ def test_ice_may_be_slippery():
         best_.reset(number)
         slips += made.step("Right").info["state"] != best_.step("Right").info["state"]
     assert 3 < slips < 20
-    assert 0.3 < successes("frozen_lake", {"slippery": True, "sure": 0.8, "holes": 0.2, "max_turns": 100}, 40)
+    assert successes("frozen_lake", {"slippery": True, "sure": 0.8, "holes": 0.2, "max_turns": 100}, 40) > 0.3
 
 
 def test_a_lake_for_a_tiny_model_is_short():
@@ -254,7 +255,7 @@ def test_perfect_play_is_perfect():
         board = taken(board, best(board))
     assert winner(board) == "-"
     assert best("XX.OO....") == 2
-    assert 0.7 < successes("tic_tac_toe", {"opponent": "random"}, 60)
+    assert successes("tic_tac_toe", {"opponent": "random"}, 60) > 0.7
     assert successes("tic_tac_toe", {"opponent": "perfect"}, 60, careless=1.0) < 0.6
     assert free("XOX......") == [3, 4, 5, 6, 7, 8]
 
@@ -277,7 +278,7 @@ def test_a_question_takes_its_look_ups():
         assert len(messages) // 2 <= hops + 1
 
 
-@pytest.mark.parametrize(("name", "low", "high"), [("frozen_lake", 0.05, 0.25), ("sokoban", 0.1, 0.2), ("webshop", 0.2, 0.4)])
+@pytest.mark.parametrize(("name", "low", "high"), [("frozen_lake", 0.1, 0.25), ("sokoban", 0.1, 0.2), ("webshop", 0.2, 0.4)])
 def test_weak_teachers_leave_something_to_learn(name, low, high):
     flawed, careless = WEAK[name]
     assert low <= successes(name, {"style": "compact"}, 400, flawed=flawed, careless=careless) <= high
@@ -297,6 +298,37 @@ def test_demonstrations_come_as_turns_and_as_conversations():
             past = "".join(f"{said[2 * i]}{said[2 * i + 1]}|" for i in range(first, turn))
             assert row["prompt"] == past + said[2 * turn]
             assert row["completion"] == said[2 * turn + 1]
+
+
+@pytest.mark.parametrize(
+    ("given_", "word"),
+    [
+        ({"env": "frozen_lake", "form": "song"}, "turns or messages"),
+        ({"env": "frozen_lake", "share_of_flawed": 0.8, "share_of_random": 0.3}, "at most 1"),
+        ({"env": "lookup", "share_of_flawed": 0.5}, "no flawed"),
+    ],
+)
+def test_demonstrations_that_cannot_be_are_named(given_, word):
+    with pytest.raises(DataError, match=word):
+        next(demonstrations("train", 0, **given_))
+
+
+def test_the_page_shows_an_environment_of_ones_own(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    code = next(block for block in page.split("```python\n") if block.startswith("from drumroll.envs import Step")).partition(
+        "```"
+    )[0]
+    (tmp_path / "guessing_game.py").write_text(
+        f"{code}\n\nclass Later(Guess):\n    async def reset(self, seed, **row):\n        pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    game = make("guessing_game:Guess", turns=4)
+    assert "number" in game.reset(41)
+    assert [game.step(text).observation for text in ("41", "43", "x")] == ["Higher.", "Lower.", "A number, please."]
+    assert game.step("42").info["success"]
+    assert next(episodes("train", 0, "guessing_game:Guess"))["prompt"].startswith("Guess")
+    row = next(episodes("train", 0, "guessing_game:Later"))
+    assert row["prompt"] == f"train/{row['instance']}"
 
 
 def test_rows_name_instances():

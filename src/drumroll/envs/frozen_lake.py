@@ -121,20 +121,19 @@ class FrozenLake(Episode):
 
     def oracle(self) -> str:
         """The move of highest value, by value iteration; without slips, a shortest way."""
-        self._policy = self._policy or self._solved()
-        return self._said(GYM_MOVES[self._policy[self._env.s]])
+        return self._said(self._best())
 
     def random_action(self) -> str:
         """Any direction."""
         return self._said(self.rng.choice(GYM_MOVES))
 
     def flawed(self) -> str:
-        """Straight to the goal, sideways first, whatever lies between."""
-        row, column = divmod(self._env.s, self.size)
-        goal_row, goal_column = divmod("".join(self._map).index("G"), self.size)
-        if column != goal_column:
-            return self._said("R" if goal_column > column else "L")
-        return self._said("D" if goal_row > row else "U")
+        """The right move with left and right confused."""
+        return self._said({"L": "R", "R": "L"}.get(self._best(), self._best()))
+
+    def _best(self) -> str:
+        self._policy = self._policy or self._solved()
+        return GYM_MOVES[self._policy[self._env.s]]
 
     def _solved(self) -> list[int]:
         """The best move of every cell. Later moves are worth less, so short ways are better."""

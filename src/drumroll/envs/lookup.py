@@ -86,14 +86,14 @@ class Lookup(Episode):
         self.hops, self.hits = hops, hits
         self._corpus = corpus(world, people)
         self._chain: tuple[str, ...] = ()
-        self._seen = ""
+        self._seen = self._read = ""
 
     def reset(self, seed: int, instance: int | None = None, split: str | None = None, **row: Any) -> str:
         """Begin with a question."""
         self.begin(seed)
         number = seed if instance is None else instance
         self._chain = draw(self.name, number, split or self.split, lambda rng: rng.choice(self._corpus.chains), lambda c: c[0])
-        self._seen = ""
+        self._seen = self._read = ""
         question = QUESTIONS[self.hops - 1].format(self._chain[0])
         return f"{question}\n" if self.style == "compact" else f"{question}\n{HOW}"
 
@@ -118,6 +118,7 @@ class Lookup(Episode):
     def _look_up(self, words: str) -> Step:
         found = [self._corpus.documents[number] for number in self._corpus.index.search(words, self.hits)]
         before, self._seen = self._seen, "\n".join(found) or "Nothing was found."
+        self._read += self._seen
         said = f"\n{self._seen}\n" if self.style == "compact" else self._seen
         return self.answered(said, effective=self._seen != before, state=self._seen)
 
@@ -127,9 +128,8 @@ class Lookup(Episode):
     def oracle(self) -> str:
         """Follow the chain: look up the next name that was not read about yet, then answer."""
         for name, link in zip(self._chain[: self.hops], LINKS, strict=False):
-            if f"{name} {link}" not in self._seen:
-                later = [n for n in self._chain[1 : self.hops] if n in self._seen]
-                return f"<search>{later[-1] if later else name}</search>"
+            if f"{name} {link}" not in self._read:
+                return f"<search>{name}</search>"
         return f"<answer>{self._answer()}</answer>"
 
     def random_action(self) -> str:

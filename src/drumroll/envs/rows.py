@@ -1,7 +1,8 @@
 """Rows for environments: instances to play, and episodes to imitate. Both are function sources of `data`.
 
-A teacher of demonstrations is weak in two ways. `share_of_flawed` episodes are played by the environment's `flawed()`, a
-systematic mistake: whoever imitates it knows the right way as a minority opinion. `share_of_random` turns are random.
+A teacher of demonstrations is weak in two ways: a share of its turns follows the environment's `flawed()`, a systematic mistake,
+and a share is random. The choice is made anew in every turn, so whoever imitates the teacher perfectly succeeds as often as it
+does, with or without a memory of past turns; and as long as mistakes are the majority, greedy play fails.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from drumroll.sample import Message
 
 Row = dict[str, Any]
 FORMS = ("turns", "messages")
-WEAK: dict[str, tuple[float, float]] = {"frozen_lake": (0.7, 0.1), "sokoban": (0.75, 0.1), "webshop": (0.65, 0.05)}
-"""Shares (flawed, random) that leave a model something to learn."""
+WEAK: dict[str, tuple[float, float]] = {"frozen_lake": (0.7, 0.15), "sokoban": (0.8, 0.1), "webshop": (0.55, 0.1)}
+"""Shares of turns (flawed, random) that leave an imitator of the compact style much to learn."""
 
 
 def episodes(split: str, seed: int, env: str, **settings: Any) -> Iterator[Row]:
@@ -68,6 +69,10 @@ def demonstrations(
     flawed, careless = WEAK.get(env, (0.0, 0.0))
     flawed = flawed if share_of_flawed is None else share_of_flawed
     careless = careless if share_of_random is None else share_of_random
+    if min(flawed, careless) < 0 or flawed + careless > 1:
+        raise DataError(
+            f"demonstrations: shares of flawed and random turns are {flawed} and {careless}; together they are at most 1."
+        )
     for number in _numbers(split, seed, env):
         played = cast(Playable, make(env, **settings))
         messages, told = play(played, number, split, flawed, careless)
@@ -80,13 +85,15 @@ def demonstrations(
 def play(env: Playable, instance: int, split: str, flawed: float = 0.0, careless: float = 0.0) -> tuple[list[Message], Row]:
     """An episode by a teacher, as messages, and what came of it."""
     rng = random.Random(f"teacher/{split}/{instance}")
-    teacher: Callable[[], str] | None = getattr(env, "flawed", None) if rng.random() < flawed else env.oracle
-    if teacher is None:
+    mistaken: Callable[[], str] | None = getattr(env, "flawed", None)
+    if flawed and mistaken is None:
         raise DataError(f"demonstrations: {type(env).__name__} has no flawed(); set share_of_flawed to 0.")
     messages = _said(cast(Observation, env.reset(instance, instance=instance, split=split)))
     total = 0.0
     while True:
-        action = env.random_action() if rng.random() < careless else teacher()
+        chance = rng.random()
+        teacher = mistaken if mistaken and chance < flawed else env.random_action if chance < flawed + careless else env.oracle
+        action = teacher()
         step: Any = env.step(action)
         messages += [{"role": "assistant", "content": action}, *_said(step.observation)]
         total += step.reward

@@ -203,7 +203,7 @@ class Sokoban(Episode):
         solved = self._at[1] == self._level.goals
         gained = len(self._at[1] & self._level.goals) - len(before[1] & self._level.goals)
         reward = float(solved) + self.box_reward * gained - self.move_cost * made
-        said = "Solved." if solved else "Nothing moved." if self._at == before else f"{made} of your moves done."
+        said = "Solved." if solved else "Nothing moved." if self._at == before else f"Moves made: {made}."
         observation = self._shown("" if self.style == "compact" else said)
         changed = self._at != before
         return self.answered(observation, effective=changed, state=self._state(), reward=reward, over=solved, success=solved)

@@ -93,11 +93,12 @@ class TicTacToe(Episode):
         player = to_move(self._board)
         given = re.fullmatch(r"[1-9]", action_in(text))
         if not given or self._board[int(given[0]) - 1] != ".":
-            said = "?" if self.style == "compact" else f"That is not the number of a free square. {HOW}\n\n"
-            return self.answered(self._shown(f"\n{said}" if self.style == "compact" else said), effective=False, state=self._board, player=player)  # fmt: skip
+            said = "\n?" if self.style == "compact" else f"That is not the number of a free square. {HOW}\n\n"
+            return self.answered(self._shown(said), effective=False, state=self._board, player=player)
         self._board = taken(self._board, int(given[0]) - 1)
         if self.opponent != "self" and not winner(self._board):
-            self._board = taken(self._board, best(self._board) if self.opponent == "perfect" else self.rng.choice(free(self._board)))  # fmt: skip
+            reply = best(self._board) if self.opponent == "perfect" else self.rng.choice(free(self._board))
+            self._board = taken(self._board, reply)
         return self._outcome(player)
 
     def _outcome(self, player: str) -> Step:
@@ -107,16 +108,8 @@ class TicTacToe(Episode):
             return self.answered(shown, effective=True, state=self._board, player=player)
         rewards = {mark: 0.0 if won == "-" else 1.0 if won == mark else -1.0 for mark in "XO"}
         success = self.opponent == "self" or rewards[player] >= (1 if self.opponent == "random" else 0)
-        return self.answered(
-            shown,
-            effective=True,
-            state=self._board,
-            reward=rewards[player],
-            over=True,
-            success=success,
-            player=player,
-            rewards=rewards,
-        )
+        told = {"success": success, "player": player, "rewards": rewards}
+        return self.answered(shown, effective=True, state=self._board, reward=rewards[player], over=True, **told)
 
     def oracle(self) -> str:
         """A perfect move."""

@@ -117,27 +117,27 @@ def _price_upper(price: float, rng: random.Random) -> float:
 # Department: attributes, options, kinds of things by aisle.
 DEPARTMENTS: dict[str, tuple[str, dict[str, tuple[str, ...]], str]] = {
     "clothing": (
-        "soft,warm,washable,stretchy,windproof,slim fit,loose fit,long sleeve,quick dry,hand made,cotton lined,light weight",
+        "soft,warm,washable,stretchy,windproof,slim fit,loose fit,long sleeve,quick dry,hand made,lined,light weight",
         {"color": COLORS[:11], "size": SIZES},
         "tops: shirt, sweater; outerwear: jacket, raincoat; shoes: sneaker, sandal",
     ),
     "kitchen": (
-        "non stick,dishwasher safe,heat resistant,rust free,easy clean,heavy duty,stackable,leakproof,insulated,bpa free,polished,compact",
+        "non stick,oven safe,heat proof,rust free,easy clean,heavy duty,stackable,leakproof,insulated,bpa free,polished,compact",
         {"color": COLORS[:11], "capacity": ("1 cup", "2 cup", "4 cup", "6 cup", "8 cup")},
         "cookware: pan, kettle; tableware: mug, bowl; storage: jar, bottle",
     ),
     "beauty": (
-        "fragrance free,cruelty free,long lasting,oil free,paraben free,natural,hydrating,gentle,waterproof,vegan,non greasy,organic",
+        "scent free,cruelty free,long lasting,oil free,paraben free,natural,hydrating,gentle,waterproof,vegan,non greasy,organic",
         {"scent": ("rose", "lemon", "mint", "vanilla", "lavender", "ginger"), "pack": ("1 pack", "2 pack", "3 pack", "6 pack")},
         "skin: lotion, cleanser; hair: shampoo, conditioner; bath: soap, scrub",
     ),
     "electronics": (
-        "wireless,fast charging,noise cancelling,water resistant,high definition,plug and play,ultra slim,long range,quiet,foldable,dimmable,rechargeable",
+        "wireless,fast charging,low noise,splash proof,hi res,plug in,ultra slim,long range,quiet,foldable,dimmable,rechargeable",
         {"color": COLORS[:8], "length": ("3 ft", "6 ft", "10 ft", "15 ft")},
         "audio: headphone, speaker; power: charger, cable; light: lamp, flashlight",
     ),
     "garden": (
-        "weatherproof,rust proof,easy assemble,heavy duty,foldable,light weight,hand carved,space saving,solar powered,non slip,washable,eco friendly",
+        "weatherproof,rust proof,easy assemble,heavy duty,foldable,light weight,hand carved,space saving,solar,non slip,washable,eco friendly",
         {"color": COLORS[:11], "size": ("small", "medium", "large", "huge")},
         "outdoor: bench, umbrella; plants: planter, trellis; tools: shovel, hose",
     ),

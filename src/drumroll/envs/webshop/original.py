@@ -78,7 +78,8 @@ def _named(options: Any) -> tuple[str, ...]:
 
 def _options(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     values = {
-        name.lower(): [str(each.get("value") or "").strip().lower() for each in listed or ()] for name, listed in given.items()
+        name.lower(): [" ".join(str(each.get("value") or "").lower().split()) for each in listed or ()]
+        for name, listed in given.items()
     }
     return {name: tuple(dict.fromkeys(filter(None, each))) for name, each in values.items() if any(each)}
 
