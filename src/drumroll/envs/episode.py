@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from drumroll.data.problems import is_held_out
+from drumroll.data.split import is_held_out
 from drumroll.envs import Step
 from drumroll.errors import ConfigError, DataError
 
