@@ -208,7 +208,7 @@ def files(folder, items, *more):
 
 def instance_of(made):
     """A start in whichever split the only product belongs to."""
-    from drumroll.data.problems import is_held_out
+    from drumroll.data.split import is_held_out
 
     return made.reset(0, split="held_out" if is_held_out("b01") else "train")
 
