@@ -60,6 +60,8 @@ def planned(config: AnyConfig) -> Layout | None:
         gpus = 0
     from drumroll.cluster.workers import open_algorithm
 
+    if config.cluster.kind == "cuda":  # a plan for GPUs that are elsewhere
+        gpus = max(gpus, config.cluster.devices or 0)
     return lay_out(pool_of(config, gpus), requests(config, open_algorithm(config).needs))
 
 
