@@ -57,6 +57,7 @@ class Batch:
     sample_weights: Tensor | None = None  # [samples] factor on the loss
     old: Tensor | None = None  # [tokens] log-prob under the policy before this update
     reference: Tensor | None = None  # [tokens] log-prob under the reference policy
+    teacher: Tensor | None = None  # [tokens] log-prob under the teacher
     values: Tensor | None = None  # [tokens] the critic's expectation before the token
     returns: Tensor | None = None  # [tokens] what the critic should have expected
     advantages: Tensor | None = None  # [tokens]
@@ -222,7 +223,7 @@ def _deal(families: Sequence[Family], ranks: int, lengths: Sequence[int]) -> lis
 
 PER_TOKEN = (
     *("tokens", "owned", "mask", "behaviour", "versions"),
-    *("old", "reference", "values", "returns", "advantages", "weights"),
+    *("old", "reference", "teacher", "values", "returns", "advantages", "weights"),
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drumroll.algorithms import GREEDY, OLD, REFERENCE, VALUES
+from drumroll.algorithms import GREEDY, OLD, REFERENCE, TEACHER, VALUES
 from drumroll.batch import Batch
 from drumroll.cluster.desk import Desk, Memory
 from drumroll.cluster.group import WorkerGroup
@@ -80,6 +80,9 @@ async def infer(workers: Workers, batch: Batch, temperature: float) -> Batch:
         assert workers.reference is not None, "a KL term needs the reference role"
         parts = await workers.reference.scatter(Learner.reference_logprobs, batch, temperature)
         batch = await _join(workers, batch, "reference", parts)
+    if TEACHER in workers.needs:
+        assert workers.teacher is not None, "a KL term needs the teacher role"
+        batch = await _join(workers, batch, "teacher", await workers.teacher.scatter(Learner.logprobs, batch, temperature))
     if VALUES in workers.needs:
         assert workers.critic is not None, "GAE needs the critic role"
         batch = await _join(workers, batch, "values", await workers.critic.scatter(Learner.values, batch))

@@ -276,8 +276,8 @@ def test_own_parts_and_relative_paths_on_every_worker(small, mine, tmp_path, mon
 
     recipe = small(
         cluster=ONE | {"devices": 2, "call_timeout": 120},
-        roles={"rollout": {"devices": "0"}, "critic": {"devices": "0"}},
-        algorithm={"advantage": f"{name}:surprise", "loss": f"{name}:loss"},
+        roles={"rollout": {"devices": "0"}, "critic": {"devices": "0"}, "teacher": {"devices": "1", "model": "models/untied"}},
+        algorithm={"advantage": f"{name}:surprise", "loss": f"{name}:loss", "teacher": 0.1},
         output="runs",
         model="models/untied",
         steps=50,
@@ -291,6 +291,7 @@ def test_own_parts_and_relative_paths_on_every_worker(small, mine, tmp_path, mon
         drumroll.train(recipe, progress=killer(order))
     run = Run.open("runs/small")
     assert "critic/loss" in run.metrics[1]
+    assert abs(run.metrics[1]["train/kl_teacher"]) < 1e-4  # the policy starts as its teacher
     assert run.checkpoints.steps()
 
 

@@ -146,7 +146,7 @@ def test_a_sandbox_for_rewards_of_ones_own(mine):
         return sample.reward
 
     assert asyncio.run(go()) == 1
-    with pytest.raises(ConfigError, match="takes the sandbox, so it must be a coroutine: async def sync"):
+    with pytest.raises(ConfigError, match=r"asks for 'sandbox', so it must be a coroutine: async def sync"):
         Scorer({"*": [RewardConfig(use=f"{name}:sync")]}, sandbox=config)
 
 

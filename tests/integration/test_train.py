@@ -359,3 +359,27 @@ def test_quickstart_keeps_its_promise(seed, tmp_path):
     summary = run.summary
     assert all(value < 0.40 for value in [*summary["before"].values(), *summary["before_sampled"].values()])
     assert all(value > 0.85 for value in summary["after"].values())
+
+
+def test_a_teacher_is_approached_on_the_policys_own_samples(small):
+    """With no reward to gain, all that moves the policy is the KL term against the teacher."""
+    run = drumroll.train(
+        small(
+            model="tiny-random",
+            steps=12,
+            roles={"teacher": {"model": "tiny"}},
+            algorithm={"recipe": "grpo", "teacher": 1.0},
+            optim={"lr": 1e-2},
+            eval={"sets": {}},
+        )
+    )
+    gaps = [m["train/kl_teacher"] for m in run.metrics if "train/kl_teacher" in m]
+    assert len(gaps) == 12
+    assert sum(gaps[-3:]) < 0.9 * sum(gaps[:3])
+
+
+def test_a_teacher_must_be_named_and_speak_the_same_tokens(small, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"algorithm.teacher: 0.5 needs a model to learn from: name one under roles.teacher.model"
+    ):
+        drumroll.train(small(algorithm={"teacher": 0.5}))

@@ -17,7 +17,7 @@ from drumroll.batch import Batch
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.errors import AlgorithmError, ConfigError
 
-OLD, REFERENCE, VALUES, GREEDY = "old log-probs", "reference", "values", "greedy"
+OLD, REFERENCE, TEACHER, VALUES, GREEDY = "old log-probs", "reference", "teacher", "values", "greedy"
 
 
 class Algorithm:
@@ -56,6 +56,8 @@ class Algorithm:
         if config.needs_reference():
             terms = [name for name in ("kl", "kl_reward") if getattr(config, name)]
             needs[REFERENCE] = f"algorithm.{' and algorithm.'.join(terms)} compare with the reference policy"
+        if config.teacher:
+            needs[TEACHER] = "algorithm.teacher compares with the teacher"
         for what in self._traits.get("needs", ()):
             why = "the critic's expectations" if what == VALUES else "the reward of a greedy answer to each prompt"
             needs[what] = f"algorithm.advantage: {config.advantage} compares with {why}"

@@ -30,6 +30,7 @@ class Role(StrEnum):
     ACTOR = "actor"
     ROLLOUT = "rollout"
     REFERENCE = "reference"
+    TEACHER = "teacher"
     CRITIC = "critic"
     JUDGE = "judge"
     REWARD_MODEL = "reward_model"

@@ -12,7 +12,7 @@ from drumroll.errors import ConfigError
 
 def requests(config: AnyConfig, needs: Collection[str]) -> list[DeviceRequest]:
     """What each role of the run asks of the pool, given what the algorithm needs."""
-    from drumroll.algorithms import REFERENCE, VALUES
+    from drumroll.algorithms import REFERENCE, TEACHER, VALUES
 
     roles = config.roles
     asked = [
@@ -21,6 +21,8 @@ def requests(config: AnyConfig, needs: Collection[str]) -> list[DeviceRequest]:
     ]
     if REFERENCE in needs and not adapters_off(config):
         asked.append(DeviceRequest("reference", roles.reference.devices))
+    if TEACHER in needs:
+        asked.append(DeviceRequest("teacher", roles.teacher.devices))
     if VALUES in needs:
         asked.append(DeviceRequest("critic", roles.critic.devices))
     if roles.judge is not None and roles.judge.url is None:

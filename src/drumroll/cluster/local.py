@@ -13,13 +13,21 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from drumroll.algorithms import REFERENCE, VALUES
+from drumroll.algorithms import REFERENCE, TEACHER, VALUES
 from drumroll.cluster.desk import Desk
 from drumroll.cluster.group import LocalGroup, Role
 from drumroll.cluster.layout import adapters_off
 from drumroll.cluster.memory import peak_gb
 from drumroll.cluster.pool import KillablePool
-from drumroll.cluster.roles import make_actor, make_critic, make_judge, make_reference, make_reward_model, native_engine
+from drumroll.cluster.roles import (
+    make_actor,
+    make_critic,
+    make_judge,
+    make_reference,
+    make_reward_model,
+    make_teacher,
+    native_engine,
+)
 from drumroll.cluster.workers import Workers, configure_torch, open_algorithm
 from drumroll.config import AnyConfig, RLConfig
 from drumroll.engines import Completion, Engine, EngineLost, Request
@@ -57,6 +65,8 @@ class LocalWorkers(Workers):
         self.needs = algorithm.needs
         if rl is not None and REFERENCE in self.needs:
             self.reference = self.actor if adapters_off(rl) else LocalGroup(Role.REFERENCE, [make_reference(rl)])
+        if rl is not None and TEACHER in self.needs:
+            self.teacher = LocalGroup(Role.TEACHER, [make_teacher(rl)])
         if rl is not None and VALUES in self.needs:
             self._trained.append(make_critic(rl))
             self.critic = LocalGroup(Role.CRITIC, self._trained[1:])
@@ -105,7 +115,7 @@ class LocalWorkers(Workers):
     @override
     async def close(self) -> None:
         await super().close()
-        for group in (self.rollout, self.actor, self.critic, self.reference, self.desk):
+        for group in (self.rollout, self.actor, self.critic, self.reference, self.teacher, self.desk):
             if group is not None:
                 await group.close()
 

@@ -40,7 +40,7 @@ from drumroll.sample import Version
 
 URGENT = ("abort", "interrupt", "set_version", "memory")
 """Methods that do not wait for a running one."""
-LEARNING = ("actor", "critic", "reference")
+LEARNING = ("actor", "critic", "reference", "teacher")
 """Roles that work while `training` lasts."""
 
 
@@ -97,6 +97,8 @@ class RemoteWorkers(Workers):
             self.reference = self._learners(Role.REFERENCE)
         elif REFERENCE in self.needs:
             self.reference = self.actor
+        if "teacher" in self.layout.devices:
+            self.teacher = self._learners(Role.TEACHER)
         if "critic" in self.layout.devices:
             self.critic = self._learners(Role.CRITIC)
         if "judge" in self.layout.devices:
@@ -260,7 +262,8 @@ class RemoteWorkers(Workers):
     @override
     async def memory(self) -> dict[str, float]:
         ranks: dict[str, tuple[Any, Sequence[int]]] = {"rollout": (self.rollout, self._fleet.living())}
-        for role, group in {"actor": self.actor, "critic": self.critic, "reference": self.reference}.items():
+        others = {"critic": self.critic, "reference": self.reference, "teacher": self.teacher}
+        for role, group in {"actor": self.actor, **others}.items():
             if group is not None and (role == "actor" or group is not self.actor):
                 ranks[role] = (group, range(group.size))
         found: dict[str, float] = {}

@@ -9,16 +9,17 @@ from drumroll.cluster.workers import context_length
 from drumroll.config import AnyConfig, RLConfig
 from drumroll.engines import Engine
 from drumroll.engines.native import NativeEngine
+from drumroll.errors import ConfigError
 from drumroll.learners.critic import TorchCritic
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.torch import TorchLearner
 from drumroll.models.adapters import add_adapters
-from drumroll.models.loading import LoadedModel, end_tokens, load
+from drumroll.models.loading import LoadedModel, end_tokens, load, load_tokenizer
 from drumroll.models.value import value_model
 from drumroll.rewards.model import Classifier
 
 
-def _model(config: AnyConfig, role: Literal["actor", "reference", "critic"]) -> LoadedModel:
+def _model(config: AnyConfig, role: Literal["actor", "reference", "teacher", "critic"]) -> LoadedModel:
     section = getattr(config.roles, role)
     recompute = getattr(section, "recompute_activations", False)
     return load(
@@ -48,6 +49,16 @@ def make_critic(config: RLConfig, ranks: Ranks = ALONE) -> TorchCritic:
 def make_reference(config: RLConfig, ranks: Ranks = ALONE) -> TorchLearner:
     """The frozen policy."""
     return TorchLearner(_model(config, "reference"), None, ranks=ranks)
+
+
+def make_teacher(config: RLConfig, ranks: Ranks = ALONE) -> TorchLearner:
+    """The frozen policy to learn from."""
+    model = _model(config, "teacher")
+    if model.tokenizer.get_vocab() != load_tokenizer(config.role_model("actor")).get_vocab():
+        raise ConfigError(
+            f"roles.teacher.model: {config.role_model('teacher')} has other tokens than the actor, so their log-probs cannot be compared."
+        )
+    return TorchLearner(model, None, ranks=ranks)
 
 
 def native_engine(config: AnyConfig, model: LoadedModel) -> NativeEngine:

@@ -36,7 +36,9 @@ def make_seat(
     sys.path[:0] = [path for path in config.import_from if path not in sys.path]
     configure_torch(config, device.threads)
     where = "cuda" if device.kind is Kind.CUDA else "cpu"
-    sections = {name: getattr(config.roles, name) for name in ("actor", "reference", "critic", "judge", "reward_model")}
+    sections = {
+        name: getattr(config.roles, name) for name in ("actor", "reference", "teacher", "critic", "judge", "reward_model")
+    }
     on = {name: section.model_copy(update={"device": where}) for name, section in sections.items() if section is not None}
     config = config.model_copy(update={"roles": config.roles.model_copy(update=on)})
     if make in ("make_engine", "make_judge"):
@@ -44,7 +46,7 @@ def make_seat(
     if make == "make_reward_model":
         return roles.make_reward_model(config)
     ranks = Ranks(rank, count)
-    if meeting is not None and make != "make_reference":
+    if meeting is not None and make not in ("make_reference", "make_teacher"):
         ranks = Ranks.meet(rank, count, *meeting, device=where, seconds=config.cluster.call_timeout)
     return LearnerSeat(getattr(roles, make)(config, ranks))
 

@@ -30,6 +30,7 @@ class Workers(ABC):
     rollout: WorkerGroup[Engine]
     desk: WorkerGroup[Desk]
     reference: WorkerGroup[Learner] | None = None
+    teacher: WorkerGroup[Learner] | None = None
     critic: WorkerGroup[Learner] | None = None
     router: Router
     judge: Judge | None = None

@@ -133,6 +133,8 @@ class AlgorithmConfig(Section):
     """Weight of the KL term against the reference policy; above 0 it loads the reference role."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL."""
+    teacher: float = Field(0.0, ge=0)
+    """Weight of the KL term against the teacher role, on the policy's own samples (on-policy distillation)."""
     entropy: float = 0.0
     """Weight of an entropy bonus."""
     sft: float = Field(0.0, ge=0)

@@ -69,7 +69,7 @@ class RunConfig(Section):
         if mixture is not None and (min(mixture.values()) < 0 or sum(mixture.values()) <= 0):
             raise ValueError(f"data.mixture needs shares of at least 0 with a positive sum, got {mixture}")
         if self.cluster.runtime == "local":
-            for role in ("actor", "rollout", "reference", "critic", "judge", "reward_model"):
+            for role in ("actor", "rollout", "reference", "teacher", "critic", "judge", "reward_model"):
                 if getattr(getattr(self.roles, role), "devices", None) is not None:
                     raise ValueError(
                         f"roles.{role}.devices maps a role to devices of a pool, which needs cluster.runtime: ray; on the local runtime "
@@ -105,7 +105,7 @@ class RunConfig(Section):
             return {domain: normalise(spec) for domain, spec in self.reward.items()}
         return {ALL_DOMAINS: normalise(self.reward)}
 
-    def role_model(self, role: Literal["actor", "reference", "critic"]) -> str:
+    def role_model(self, role: Literal["actor", "reference", "teacher", "critic"]) -> str:
         """The model a role plays with."""
         return getattr(self.roles, role).model or self.model
 
@@ -160,6 +160,10 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"algorithm.reward_mean: {chosen.reward_mean} and reward_std: {chosen.reward_std} compare the samples of a group, "
                 "so rollout.samples must be at least 2, got 1"
+            )
+        if chosen.teacher and self.roles.teacher.model is None:
+            raise ValueError(
+                f"algorithm.teacher: {chosen.teacher:g} needs a model to learn from: name one under roles.teacher.model"
             )
         if chosen.advantage == "pass_at_k" and chosen.pass_k > fewest:
             raise ValueError(f"algorithm.pass_k: {chosen.pass_k} cannot be drawn from rollout.samples: {fewest}")

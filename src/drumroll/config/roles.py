@@ -102,6 +102,13 @@ class PriceConfig(Section):
     """For a million tokens of answers."""
 
 
+class TeacherRole(ReferenceRole):
+    """A frozen model with the same tokens that `algorithm.teacher` pulls the policy towards; loaded only when that is above 0."""
+
+    model: str | None = None
+    """Model of this role, which must share the actor's tokenizer."""
+
+
 class JudgeRole(Section):
     """A model that rewards may ask (the argument `judge` of a reward function): an engine of ours, or an endpoint."""
 
@@ -177,6 +184,8 @@ class RolesConfig(Section):
     """The policy being trained."""
     rollout: RolloutRole = RolloutRole()
     """The policy generating samples."""
+    teacher: TeacherRole = TeacherRole()
+    """The frozen policy to learn from."""
     reference: ReferenceRole = ReferenceRole()
     """The frozen policy of a KL term."""
     critic: CriticRole = CriticRole()

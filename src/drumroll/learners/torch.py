@@ -178,6 +178,7 @@ class TorchLearner:
             behaviour=micro.behaviour[micro.mask].to(self.device),
             advantages=torch.zeros_like(logprobs) if advantages is None else advantages,
             reference=self._trained(micro, micro.reference),
+            teacher=self._trained(micro, micro.teacher),
             sequence=micro.trace_of_token()[micro.mask].to(self.device),
             rewards=micro.rewards[micro.sample_of_token()][micro.mask].to(self.device),
         )
