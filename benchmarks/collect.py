@@ -1,6 +1,6 @@
 """Run all benchmarks, keep their figures, and write docs/performance.md. Run it with nothing else running.
 
-python benchmarks/collect.py
+python benchmarks/collect.py [BENCHMARK ...]     for example rollout.py "step.py --peer trl"
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,38 @@ def row(figure: dict[str, Any]) -> str:
     return f"| {figure['figure']} | {figure['value']:.4g} {figure['unit']} | {goal} | {holds} |"
 
 
+def remembered() -> dict[str, list[dict[str, Any]]]:
+    """Figures measured before, by benchmark."""
+    path, found = ROOT / "docs" / "figures.jsonl", dict[str, list[dict[str, Any]]]()
+    for line in path.read_text().splitlines() if path.exists() else ():
+        figure = json.loads(line)
+        found.setdefault(figure.get("benchmark", ""), []).append(figure)
+    return found
+
+
 def main() -> None:
-    """All benchmarks, one after the other."""
+    """All benchmarks, or those named, one after the other; of the others the figures measured before are kept."""
+    chosen, found = sys.argv[1:] or list(BENCHMARKS), remembered()
+    if unknown := set(chosen) - set(BENCHMARKS):
+        sys.exit(f"there is no benchmark '{min(unknown)}'; choose among: {', '.join(BENCHMARKS)}")
+    for name in chosen:
+        found[name] = [figure | {"benchmark": name, "measured": date.today().isoformat()} for figure in figures(name)]
+        write(found)
+    print((ROOT / "docs" / "performance.md").read_text())
+
+
+def write(found: dict[str, list[dict[str, Any]]]) -> None:
+    """The page and the figures behind it."""
     machine = f"Measured on {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}."
     lines, kept = [HEAD, machine, ""], []
     for name in BENCHMARKS:
-        found = figures(name)
-        kept += found
-        lines += [f"## `benchmarks/{name}`", "", "| figure | value | goal | holds |", "|---|---|---|---|", *map(row, found), ""]
-        lines += [PICTURES[name], ""] if name in PICTURES else []
-    docs = ROOT / "docs"
-    docs.mkdir(exist_ok=True)
-    (docs / "performance.md").write_text("\n".join(lines))
-    (docs / "figures.jsonl").write_text("".join(json.dumps(f) + "\n" for f in kept))
-    print("\n".join(lines))
+        if own := found.get(name, []):
+            kept += own
+            head = f"## `benchmarks/{name}`, {own[0]['measured']}"
+            lines += [head, "", "| figure | value | goal | holds |", "|---|---|---|---|", *map(row, own), ""]
+            lines += [PICTURES[name], ""] if name in PICTURES else []
+    (ROOT / "docs" / "performance.md").write_text("\n".join(lines))
+    (ROOT / "docs" / "figures.jsonl").write_text("".join(json.dumps(f) + "\n" for f in kept))
 
 
 if __name__ == "__main__":
