@@ -260,9 +260,12 @@ class NativeEngine:
     def _collect(self) -> bool:
         """Take in new requests, aborts and new weights. False when there is nothing to do, or the engine is closed."""
         with self._wake:
-            if not self._wake.wait_for(self._busy, LINGER):
-                self._thread = None
-                return False
+            if not self._busy():
+                with CORES.rest():
+                    more = self._wake.wait_for(self._busy, LINGER)
+                if not more:
+                    self._thread = None
+                    return False
             for row in self._inbox:
                 row.arrival = next(self._arrivals)
             self._waiting.extend(self._inbox)

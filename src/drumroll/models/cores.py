@@ -46,6 +46,17 @@ class Cores:
             with self._lock:
                 self._working -= 1
 
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """Within the block the calling thread, which is at work, waits: its cores are others' meanwhile."""
+        with self._lock:
+            self._working -= 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._working += 1
+
     def share(self) -> int:
         """Threads for one of those at work."""
         return self.total if self.fixed else max(1, self.total // max(1, self._working))
