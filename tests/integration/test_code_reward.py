@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import drumroll
 from drumroll.config.reward import RewardConfig
 from drumroll.config.sandbox import SandboxConfig
 from drumroll.errors import ConfigError
@@ -148,6 +149,20 @@ def test_a_sandbox_for_rewards_of_ones_own(mine):
     assert asyncio.run(go()) == 1
     with pytest.raises(ConfigError, match=r"asks for 'sandbox', so it must be a coroutine: async def sync"):
         Scorer({"*": [RewardConfig(use=f"{name}:sync")]}, sandbox=config)
+
+
+@pytest.mark.parametrize("backend", [BWRAP, "unsafe-subprocess"])
+def test_a_run_with_programs_as_answers(small, mine, backend):
+    """The tiny model answers sums with digits, and a number is a program that prints nothing."""
+    rows = "from drumroll.data.problems import sums\ndef rows(split, seed):\n    for row in sums(split=split, seed=seed):\n"
+    name = mine(rows + "        yield {**row, 'tests': [{'input': '', 'output': ''}]}")
+    dataset = {"source": f"{name}:rows"}
+    config = small(reward="code", sandbox={"backend": backend, "seconds": 30}, steps=1)
+    config["data"]["train"] = {"numbers": dataset}
+    config["eval"]["sets"] = {"held": {**dataset, "limit": 4}}
+    run = drumroll.train(config)
+    assert run.metrics[1]["rollout/failed"] == 0
+    assert run.metrics[1]["reward/numbers"] > 0.5
 
 
 @pytest.mark.parametrize(
