@@ -34,7 +34,7 @@ from drumroll.errors import ConfigError
 from drumroll.models.attention import Decode, KVCache, Places, Prefill, Reads
 from drumroll.models.cores import CORES, LINGER
 from drumroll.models.loading import LoadedModel, kv_shapes
-from drumroll.models.packing import PackedLinears
+from drumroll.models.packing import PackedLinears, quicken_norms
 from drumroll.sample import StopReason, Version
 
 PREFILL_TOKENS = 512
@@ -105,6 +105,7 @@ class NativeEngine:
         self.device = next(model.module.parameters()).device
         self._shapes = kv_shapes(model.module)
         self._packs = PackedLinears(model.module, rows=slots)
+        quicken_norms(model.module)
         self.page_count = self._count_pages(cache_gb)
         self._kept: KVCache | None = self._new_cache()
         self._pages = self._new_pages()

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from drumroll.models.kernels import masses as masses_of
+
 BLOCK = 256
 RANKED = 1024
 
@@ -47,8 +49,10 @@ def choose(
     A temperature of 0 is greedy, with the log-prob of the undisturbed distribution. A restriction (evaluation only)
     limits what may be drawn; the log-prob stays that of the unrestricted distribution.
     """
-    rows, vocabulary = logits.shape
     greedy = temperature == 0
+    if restriction is None and (found := masses_of(logits, torch.where(greedy, 1.0, 1 / temperature), BLOCK)) is not None:
+        return _from_masses(logits, torch.where(greedy, 1.0, 1 / temperature), greedy, uniform, *found)
+    rows, vocabulary = logits.shape
     scaled = logits.float()
     if not bool(((temperature == 1) | greedy).all()):
         scaled = scaled / torch.where(greedy, 1.0, temperature)[:, None]
@@ -69,6 +73,21 @@ def choose(
         tokens[greedy] = scaled[greedy].argmax(dim=-1)
     chosen = scaled.gather(1, tokens[:, None]) - peak
     return tokens, chosen[:, 0] - total.log().float()
+
+
+def _from_masses(
+    logits: Tensor, scale: Tensor, greedy: Tensor, uniform: Tensor, peak: Tensor, masses: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same, where the sums of the blocks are known: only the block that is hit is computed again."""
+    block, within = _lookup(masses, uniform.to(torch.float64))
+    columns = block[:, None] * BLOCK + torch.arange(BLOCK)
+    hit = logits.gather(1, columns.clamp_max(logits.shape[1] - 1)).float() * scale[:, None] - peak
+    inside, _ = _lookup(hit.exp().masked_fill_(columns >= logits.shape[1], 0.0), within)
+    tokens = block * BLOCK + inside
+    if bool(greedy.any()):
+        tokens[greedy] = logits[greedy].argmax(dim=-1)
+    chosen = logits.gather(1, tokens[:, None]).float() * scale[:, None] - peak
+    return tokens, chosen[:, 0] - masses.sum(dim=-1, dtype=torch.float64).log().float()
 
 
 def _lookup(masses: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:

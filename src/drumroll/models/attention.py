@@ -8,6 +8,7 @@ function registered with transformers under `NAME` only unpacks the heads and ha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from drumroll.models.kernels import paged_decode
 
 NAME = "drumroll"
 HIDDEN = -1e30  # a score that weighs nothing, yet is finite: a page may be hidden wholly by a window
@@ -222,7 +225,7 @@ class Decode:
     Work goes by page, not by row: each page that a single row reads is read where it lies, and a page that several
     rows share is read once for all of them. What a row gets from its pages, relative to its highest score, is added up.
     The heads that share a key head are laid out as queries of it. With `whole` each row has pages of its own that
-    cover the cache in order, and shapes do not depend on what is in them.
+    cover the cache in order, and shapes do not depend on what is in them. Where compiled kernels are at hand, they do it.
     """
 
     def __init__(self, cache: KVCache, at: Places, positions: Tensor, reads: Reads, *, whole: bool = False) -> None:
@@ -230,12 +233,17 @@ class Decode:
         self.at = at
         self.positions = positions
         self.rows = len(positions)
+        self.reads = reads
+        self.whole = whole
         self.masks: dict[tuple[int, int, int | None], Tensor] = {}
-        if whole:
-            self.parts = [self._alone(reads, slice(0, len(cache.keys[0])), cache.size)]
-        else:
-            self.parts = self._split(reads)
-        self.by_row, self.absent = self._by_row()
+        self.compiled = paged_decode(cache, at, positions, reads)
+
+    @cached_property
+    def parts(self) -> list[_Part]:
+        """Which pages are read together."""
+        if self.whole:
+            return [self._alone(self.reads, slice(0, len(self.cache.keys[0])), self.cache.size)]
+        return self._split(self.reads)
 
     def _split(self, reads: Reads) -> list[_Part]:
         """Pages with about as many readers together: those with fewer would otherwise have empty seats."""
@@ -277,7 +285,8 @@ class Decode:
         found = self._tensors(pages, rows, counts, reads.starts[order][first])
         return _Part(found[0], found[1], found[2], found[3], self.rows)
 
-    def _by_row(self) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def by_row(self) -> tuple[Tensor, Tensor]:
         """Which reads are a row's, [rows, most reads of one], where any read fills up; and what to add to their heights so
         that those which fill up weigh nothing, [rows, most reads, 1, 1]."""
         back = torch.cat([part.rows.flatten() for part in self.parts]).cpu().numpy()
@@ -290,6 +299,8 @@ class Decode:
         return reads, absent[..., None, None] * -HIDDEN
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        if self.compiled is not None and self.compiled.fits(q, k):
+            return self.compiled.attend(layer, q, k, v, scale, window)
         self.cache.write(layer, self.at, k, v)
         queries = q.reshape(self.rows, k.shape[1], -1, q.shape[-1])
         found = [self._read(layer, i, queries, scale, window) for i in range(len(self.parts))]
@@ -297,10 +308,11 @@ class Decode:
             torch.cat([_by_reader(x, part) for x, part in zip(column, self.parts, strict=True)])
             for column in zip(*found, strict=True)
         )
-        if self.by_row.shape[1] == 1:
-            return seen[self.by_row[:, 0]].reshape(q.shape).to(q.dtype)
-        shares = (heights[self.by_row] + self.absent).softmax(dim=1)
-        return (seen[self.by_row] * shares[..., None]).sum(dim=1).reshape(q.shape).to(q.dtype)
+        reads, absent = self.by_row
+        if reads.shape[1] == 1:
+            return seen[reads[:, 0]].reshape(q.shape).to(q.dtype)
+        shares = (heights[reads] + absent).softmax(dim=1)
+        return (seen[reads] * shares[..., None]).sum(dim=1).reshape(q.shape).to(q.dtype)
 
     def _pages(self, store: Tensor, part: _Part, buffer: int) -> Tensor:
         return store[part.pages] if isinstance(part.pages, slice) else self.cache.gather(store, part.pages, buffer)
