@@ -64,6 +64,7 @@ def machine(**changes):
         ray=Ray(),
         bwrap="/usr/bin/bwrap",
         bwrap_problem="",
+        compiler="/usr/bin/cc",
         browser="/usr/bin/chromium",
         omp_threads=None,
     )
@@ -210,10 +211,11 @@ def test_a_good_machine_runs_everything_but_cuda_and_has_no_warnings():
 
 
 def test_what_is_missing_comes_with_the_command_that_brings_it():
-    bare = machine(versions=dict.fromkeys(machine().versions), vllm=None, bwrap=None, browser=None)
+    bare = machine(versions=dict.fromkeys(machine().versions), vllm=None, bwrap=None, browser=None, compiler=None)
     assert {p.name.split(": ")[-1]: p.install for p in parts(bare) if not p.runs and p.install} == {
         "torch on CPU": "pip install torch",
         "native": "pip install torch",
+        "compiled kernels": "apt-get install gcc",
         "vllm": "make vllm",
         "ray": "pip install 'drumroll[ray]'",
         "LoRA adapters": "pip install 'drumroll[lora]'",

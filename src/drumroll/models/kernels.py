@@ -25,6 +25,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from drumroll.models.attention import KVCache, Places, Reads
 
+COMPILERS = ("cc", "gcc", "clang")
 SOURCE = Path(__file__).with_suffix(".c")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 DTYPES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
@@ -46,9 +47,9 @@ def build(dtype: torch.dtype) -> Path:
         raise KernelError("DRUMROLL_KERNELS=off")
     if sys.platform != "linux" or dtype not in DTYPES:
         raise KernelError(f"not made for {dtype} on {sys.platform}")
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise KernelError("no C compiler (cc, gcc or clang) on PATH")
+        raise KernelError(f"no C compiler ({', '.join(COMPILERS)}) on PATH")
     flags = [*FLAGS, *DTYPES[dtype]]
     made_of = (SOURCE.read_bytes(), " ".join(flags).encode(), Path(compiler).resolve().as_posix().encode(), _processor())
     path = folder() / f"{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:24]}.so"

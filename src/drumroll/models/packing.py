@@ -1,12 +1,14 @@
 """Layers for generation on a CPU, where a product of few rows spends much of its time arranging weights.
 
 In inference mode, where nothing is learned, the linear layers of a module use copies of their weights packed for the CPU's
-matrix units, and norms are one operation instead of six. Elsewhere (training, CUDA, layers of other kinds) nothing changes.
+matrix units, layers given the same input are one product, and norms are one operation instead of six. Elsewhere
+(training, CUDA, layers of other kinds) nothing changes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +16,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-_PACKED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # not in the layers: a copy of a layer has other weights
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one parent that are given the same input
+
+
+class _Joint:
+    """The packed weights of layers that are given the same input: one product serves all."""
+
+    def __init__(self, layers: Sequence[nn.Linear], rows: int) -> None:
+        joined = torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(joined, rows)
+        self.bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+        self.sizes = [layer.out_features for layer in layers]
+        self.held: tuple[Tensor, Sequence[Tensor]] | None = None
+
+    def output(self, input: Tensor, index: int) -> Tensor:
+        """What the layer of this index makes of the input; the first that is asked computes it for the others."""
+        held = self.held
+        if held is None or held[0] is not input:
+            out = torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
+            held = (input, out.split(self.sizes, dim=-1) if len(self.sizes) > 1 else (out,))
+        self.held = None if index == len(self.sizes) - 1 else held
+        return held[1][index]
+
+
+_PACKED: WeakKeyDictionary[nn.Module, tuple[_Joint, int]] = WeakKeyDictionary()  # not in the layers: copies have other weights
 
 
 class _Linear(nn.Linear):
@@ -25,7 +50,7 @@ class _Linear(nn.Linear):
         packed = _PACKED.get(self) if torch.is_inference_mode_enabled() else None
         if packed is None:
             return F.linear(input, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(input, packed, self.bias, "none", [], "")
+        return packed[0].output(input, packed[1])
 
 
 def quicken_norms(module: nn.Module) -> None:
@@ -69,10 +94,8 @@ class PackedLinears:
     def __init__(self, module: nn.Module, rows: int) -> None:
         self.rows = rows
         self._packed = False
-        self.layers: list[nn.Linear] = []
-        if torch.backends.mkldnn.is_available():
-            self.layers = [m for m in module.modules() if isinstance(m, nn.Linear) and _fits(m)]
-        for layer in self.layers:
+        self.joint = list(_joint(module)) if torch.backends.mkldnn.is_available() else []
+        for layer in itertools.chain.from_iterable(self.joint):
             layer.__class__ = _Linear
 
     def refresh(self) -> None:
@@ -81,14 +104,33 @@ class PackedLinears:
             return
         self._packed = True
         with torch.no_grad():
-            for layer in self.layers:
-                _PACKED[layer] = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), self.rows)
+            for layers in self.joint:
+                joint = _Joint(layers, self.rows)
+                _PACKED.update({layer: (joint, i) for i, layer in enumerate(layers)})
 
     def release(self) -> None:
         """The weights have changed, or memory is wanted: no copies until the next `refresh`."""
         self._packed = False
-        for layer in self.layers:
+        for layer in itertools.chain.from_iterable(self.joint):
             _PACKED.pop(layer, None)
+
+
+def _joint(module: nn.Module) -> Iterator[list[nn.Linear]]:
+    """The layers that fit, those given the same input together."""
+    seen: set[int] = set()
+    for parent in module.modules():
+        children = {
+            name: m for name, m in parent.named_children() if isinstance(m, nn.Linear) and _fits(m) and id(m) not in seen
+        }
+        for names in SIBLINGS:
+            some = [children[name] for name in names if name in children]
+            if len(some) == len(names) and len({(m.bias is None, m.in_features) for m in some}) == 1:
+                yield some
+                children = {name: m for name, m in children.items() if name not in names}
+                seen.update(map(id, some))
+        for single in children.values():
+            yield [single]
+        seen.update(map(id, children.values()))
 
 
 def _fits(layer: nn.Linear) -> bool:

@@ -31,6 +31,7 @@ INSTRUCTIONS = {
 GPU_NODES = ("nvidia0", "nvidiactl", "kfd", "dxg")
 """Files in /dev that a driver makes: NVIDIA, AMD, Windows' Linux."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+COMPILERS = ("cc", "gcc", "clang")  # as models/kernels.py, which is not imported here for the time it takes
 WITHOUT_CUDA = "this torch is a build without CUDA"
 ASKS_FOR_TOKEN = "it asks for a token: set RAY_AUTH_MODE=token"
 RAY_SECONDS = 4.0
@@ -110,6 +111,7 @@ class Machine:
     bwrap: str | None
     bwrap_problem: str
     browser: str | None
+    compiler: str | None
     omp_threads: int | None
 
 
@@ -132,9 +134,15 @@ def look(folder: Path, root: Path = Path("/"), env: Mapping[str, str] = os.envir
         ray=ask_ray(env.get("RAY_ADDRESS"), versions["ray"] is not None),
         bwrap=bwrap,
         bwrap_problem=try_bwrap(bwrap) if bwrap else "",
-        browser=next((path for name in BROWSERS if (path := shutil.which(name, path=env.get("PATH")))), None),
+        browser=_which(BROWSERS, env),
+        compiler=_which(COMPILERS, env),
         omp_threads=_first_number(env.get("OMP_NUM_THREADS", "")),
     )
+
+
+def _which(names: Sequence[str], env: Mapping[str, str]) -> str | None:
+    """The first of these programs on PATH."""
+    return next((path for name in names if (path := shutil.which(name, path=env.get("PATH")))), None)
 
 
 # --- processor and memory ---
