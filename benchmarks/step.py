@@ -73,7 +73,7 @@ def recipe(folder: Path, model: Path, data: Path, dtype: str) -> Path:
                 "rollout": {"prompts": 8, "samples": 8, "max_tokens": 64},
                 "roles": {"actor": {"dtype": dtype}, "rollout": {"slots": 64}},
                 "reward": "number",
-                "optim": {"lr": 1e-6, "micro_tokens": 1024},
+                "optim": {"lr": 1e-6, "micro_tokens": 512},
                 "checkpoint": {"every": 0},
             }
         )

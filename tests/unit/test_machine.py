@@ -215,7 +215,7 @@ def test_what_is_missing_comes_with_the_command_that_brings_it():
     assert {p.name.split(": ")[-1]: p.install for p in parts(bare) if not p.runs and p.install} == {
         "torch on CPU": "pip install torch",
         "native": "pip install torch",
-        "compiled kernels": "apt-get install gcc",
+        "kernels": "apt-get install gcc",
         "vllm": "make vllm",
         "ray": "pip install 'drumroll[ray]'",
         "LoRA adapters": "pip install 'drumroll[lora]'",

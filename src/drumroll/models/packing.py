@@ -106,7 +106,8 @@ class PackedLinears:
         with torch.no_grad():
             for layers in self.joint:
                 joint = _Joint(layers, self.rows)
-                _PACKED.update({layer: (joint, i) for i, layer in enumerate(layers)})
+                for i, layer in enumerate(layers):
+                    _PACKED[layer] = (joint, i)
 
     def release(self) -> None:
         """The weights have changed, or memory is wanted: no copies until the next `refresh`."""

@@ -42,7 +42,7 @@ def parts(machine: Machine) -> list[Part]:
         _torch(machine, "actor: torch on CPU", _count(machine.cpu.cores, "core")),
         _cuda(machine),
         _torch(machine, "rollout: native", "the actor's device"),
-        _tool("rollout: compiled kernels", machine.compiler, "gcc"),
+        _tool("rollout: kernels", machine.compiler, "gcc"),
         _vllm(machine),
         Part("runtime: local", True, "one process"),
         _ray(machine),
