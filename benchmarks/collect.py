@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-BENCHMARKS = ("step.py", "scheduler.py", "weights.py", "transfer.py", "cluster.py")
+BENCHMARKS = ("step.py", "scheduler.py", "weights.py", "transfer.py", "cluster.py", "environments.py")
 HEAD = """# Performance
 
 Made by `make bench`; do not edit. One JSON object per figure is in [figures.jsonl](figures.jsonl), with all that explains it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -120,6 +121,8 @@ class Session:
         self._unfinished = metrics
         if samples:
             self.run.write_rollouts("train", self.step, samples)
+            for line in complaints(samples):
+                self.progress.notice(f"step {self.step}: {line}")
         score: float | None = None
         if last or (config.eval.every and self.step % config.eval.every == 0):
             score = await self._evaluate_step(metrics)
@@ -278,6 +281,16 @@ class Session:
         steps = self.run.checkpoints.steps()
         where = f"after step {steps[-1]}" if steps else "before the first step"
         raise Interrupted(f"interrupted; saved {where}. Continue with: drumroll train --resume {self.run.path}")
+
+
+def complaints(samples: Sequence[Sample], most: int = 3) -> list[str]:
+    """What failed, a line for each kind, the most frequent first."""
+    failures = Counter((s.failure.kind, s.failure.boundary) for s in samples if s.failure is not None)
+    lines = []
+    for (kind, boundary), count in failures.most_common(most):
+        first = next(s for s in samples if s.failure is not None and (s.failure.kind, s.failure.boundary) == (kind, boundary))
+        lines.append(f"{count} of {len(samples)} samples failed; the first is {first.id}: {first.failure}")
+    return lines
 
 
 def _speeds(metrics: Metrics, times: Metrics) -> Metrics:

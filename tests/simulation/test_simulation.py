@@ -1,5 +1,6 @@
 """Thousands of seeded worlds; and proof that the simulator would find bugs if there were some."""
 
+import asyncio
 import math
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -90,7 +91,21 @@ def broken_trained(monkeypatch):
     monkeypatch.setattr(Rollouts, "trained", twice)
 
 
-PLANTED = [broken_release, broken_over_age, broken_state, broken_deadline, broken_admission, broken_trained]
+def broken_close(monkeypatch):
+    """Leaves the environments of samples that are given up open."""
+    act = Rollouts._act
+
+    async def leaving(self, sample, deed):
+        try:
+            return await act(self, sample, deed)
+        except asyncio.CancelledError:
+            deed.__self__.close = lambda: None
+            raise
+
+    monkeypatch.setattr(Rollouts, "_act", leaving)
+
+
+PLANTED = [broken_close, broken_release, broken_over_age, broken_state, broken_deadline, broken_admission, broken_trained]
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda f: f.__name__)

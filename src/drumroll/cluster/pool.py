@@ -15,6 +15,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from typing_extensions import override
+
 HEADER = 8
 IDLE_SECONDS = 60.0
 
@@ -27,8 +29,13 @@ class RemoteError(Exception):
     """The function raised; `kind` is the exception's name."""
 
     def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
+        super().__init__(kind, text)  # so that it can travel
         self.kind = kind
+        self.text = text
+
+    @override
+    def __str__(self) -> str:
+        return self.text
 
 
 class KillablePool:

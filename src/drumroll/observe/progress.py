@@ -122,6 +122,9 @@ class Screen(Plain):
         table = Table.grid(padding=(0, 3))
         groups = {
             "reward": {n.removeprefix("reward/"): v for n, v in self.latest.items() if n.startswith("reward/")},
+            "success": {
+                n.split("/")[1]: v for n, v in self.latest.items() if n.startswith("environment/") and n.endswith("/success")
+            },
             "held out": {n.removeprefix("eval/"): v for n, v in self.latest.items() if n.startswith("eval/") and "@" not in n},
             "train": {n.removeprefix("train/"): self.latest[n] for n in TRAIN if n in self.latest},
             "speed": {n: self.latest[n] for n in ("rollout/tokens_per_s", "time/tokens_per_s") if n in self.latest},
@@ -140,6 +143,7 @@ STAGES = tuple(f"time/{name}" for name in ("rollout", "infer", "train", "publish
 def headline(metrics: Metrics) -> list[tuple[str, str]]:
     """The few numbers of a step that fit a line."""
     names = [n for n in metrics if n.startswith("reward/") and n.count("/") == 1]
+    names += [n for n in metrics if n.startswith("environment/") and n.endswith("/success")]
     names += [n for n in metrics if n.startswith("eval/") and "@" not in n]
     names += [n for n in ("train/loss", "train/entropy", "train/mismatch", "time/tokens_per_s", *STAGES) if n in metrics]
     return [(n.removeprefix("train/"), f"{metrics[n]:.3g}") for n in names]

@@ -125,6 +125,7 @@ def _charts(keys: Sequence[str]) -> tuple[list[Chart], list[Chart]]:
     """The overview, and the rest: every metric is in exactly one chart."""
     rewards = [key for key in keys if re.fullmatch("reward/[^/]+", key)]
     evals = [key for key in keys if EVAL.fullmatch(key)]
+    successes = [key for key in keys if re.fullmatch("environment/[^/]+/success", key)]
     names = list(dict.fromkeys(key.split("/")[1] for key in (*rewards, *evals)))
     stages = [key for key in keys if key.startswith("time/") and key not in NOT_STAGES]
 
@@ -134,6 +135,7 @@ def _charts(keys: Sequence[str]) -> tuple[list[Chart], list[Chart]]:
 
     overview = [
         *_split("Reward", [named(key) for key in rewards], zero=True, wide=True),
+        *_split("Success", _numbered(successes, "environment/"), zero=True, wide=True),
         *_split("Held out", [named(key) for key in evals], zero=True, wide=True),
         # A policy's loss says little; where there is no reward, the loss is the whole story.
         *(Chart("Loss", [Series(key, key)]) for key in keys if key == "train/loss" and not rewards),
@@ -143,7 +145,9 @@ def _charts(keys: Sequence[str]) -> tuple[list[Chart], list[Chart]]:
     shown = {series.key for chart in overview for series in chart.series}
     families: dict[str, list[str]] = {}
     for key in sorted(set(keys) - shown):
-        families.setdefault(key.rpartition("/")[0] if key.startswith(("reward/", "eval/")) else "", []).append(key)
+        families.setdefault(key.rpartition("/")[0] if key.startswith(("reward/", "eval/", "environment/")) else "", []).append(
+            key
+        )
     rest = [chart for name, members in families.items() if name for chart in _split(name, _numbered(members, f"{name}/"))]
     return overview, rest + [Chart(key, [Series(key, key)]) for key in families.get("", ())]
 

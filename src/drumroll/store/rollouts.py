@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ SCHEMA = pa.schema(
         ("failure", pa.string()),
         ("history", pa.string()),
         ("traces", pa.list_(TRACE)),
+        ("turns", pa.string()),
+        ("success", pa.bool_()),
     ]
 )
 
@@ -62,6 +65,8 @@ def _row(step: int, kind: str, sample: Sample) -> dict[str, Any]:
             {"tokens": t.tokens, "owners": [int(o) for o in t.owners], "logprobs": t.logprobs, "versions": t.versions}
             for t in sample.traces
         ],
+        "turns": json.dumps([asdict(turn) for turn in sample.turns]),
+        "success": sample.success,
     }
 
 
@@ -76,4 +81,5 @@ def read_samples(path: Path) -> Iterator[dict[str, Any]]:
     for row in pq.read_table(path).to_pylist():
         for column in ("columns", "rewards", "history"):
             row[column] = json.loads(row[column])
+        row["turns"] = json.loads(row.get("turns") or "[]")
         yield row

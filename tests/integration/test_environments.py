@@ -1,0 +1,223 @@
+"""Training, evaluating and playing in environments: the whole way from a recipe to a better policy."""
+
+import asyncio
+
+import pytest
+import yaml
+
+import drumroll as package
+from drumroll.cluster.workers import context_length
+from drumroll.config import load
+from drumroll.errors import ConfigError
+from drumroll.sample import Owner
+from drumroll.store.ledger import Ledger
+from drumroll.store.run import Run
+
+SEEDS = "drumroll.data.seeds:seeds"
+
+
+@pytest.fixture
+def played(small):
+    """A recipe with episodes."""
+
+    def make(use="toy_environments:Quiz", **changes):
+        environment = {"use": use, "max_turns": 3, **changes.pop("environment", {})}
+        base = {
+            "data": {"train": {"quiz": {"source": SEEDS}}, "max_prompt_tokens": 24},
+            "eval": {"sets": {"quiz": {"source": SEEDS, "limit": 16}}},
+            "rollout": {"prompts": 4, "samples": 4, "max_tokens": 4},
+            "environment": environment,
+        }
+        recipe = {**small(), **base, "reward": {}}
+        for key, value in changes.items():
+            recipe[key] = {**recipe[key], **value} if isinstance(recipe.get(key), dict) and isinstance(value, dict) else value
+        return recipe
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("mode", "algorithm"),
+    [("trajectory", "starpo"), ("step", "gigpo"), ("trajectory", "gigpo"), ("step", {"advantage": "turns"})],
+)
+def test_every_mode_and_algorithm_trains(played, mode, algorithm):
+    run = package.train(played(environment={"mode": mode, "history": 1}, algorithm=algorithm))
+    last = run.metrics[-1]
+    assert last["environment/quiz/turns"] == 2
+    assert 0 <= last["environment/quiz/success"] <= 1
+    assert 0 <= last["environment/quiz/effective"] <= 1
+    assert "eval/quiz/success" in last
+    assert last["train/mismatch"] < 1e-3
+    trained = [s for s in run.samples if s["fate"] == "trained"]
+    assert len(trained) == 2 * 16
+    for sample in trained:
+        assert len(sample["traces"]) == (1 if mode == "trajectory" else 2)
+        assert sample["stop"] == "terminated"
+        assert sample["reward"] == pytest.approx(sum(t["reward"] for t in sample["turns"]))
+        assert any(Owner.ENVIRONMENT in t["owners"] for t in sample["traces"]) == (mode == "trajectory")
+    assert Ledger(run.path / "ledger.sqlite", read_only=True).problems() == []
+
+
+def test_ppo_over_episodes(played):
+    run = package.train(played(algorithm={"recipe": "starpo", "advantage": "gae"}, steps=1))
+    assert "critic/explained" in run.metrics[-1]
+
+
+def test_episodes_are_deterministic_and_resume(played):
+    recipe = played(deterministic=True, checkpoint={"every": 1}, steps=3)
+    first = package.train({**recipe, "name": "first"})
+    package.train({**recipe, "name": "second", "steps": 1})
+    second = package.train(resume=f"{recipe['output']}/second", overrides=["steps=3"])
+    tokens = [[(s["id"], s["traces"]) for s in run.samples if s["kind"] == "train"] for run in (first, second)]
+    assert tokens[0] == tokens[1]
+
+
+def test_asynchronous_episodes_keep_the_bound(played):
+    run = package.train(played(steps=4, rollout={"max_staleness": 1, "partial": True}))
+    for sample in run.samples:
+        if sample["fate"] == "trained":
+            versions = [v for t in sample["traces"] for v in t["versions"] if v >= 0]
+            assert sample["step"] - 1 - min(versions) <= 1
+
+
+def test_a_policy_learns_in_an_environment(played):
+    """From the flawed start of the tiny model; the first question of an episode looks like those it knows."""
+    recipe = played(
+        steps=25,
+        environment={"args": {"questions": 2}},
+        rollout={"prompts": 16, "samples": 8},
+        optim={"lr": 1e-3},
+        eval={"sets": {"quiz": {"source": SEEDS, "limit": 64}}},
+        algorithm="starpo",
+        roles={"rollout": {"slots": 128}},
+    )
+    run = package.train(recipe)
+    before, after = run.summary["before"]["quiz"], run.summary["after"]["quiz"]
+    assert after > before + 0.2, (before, after)
+
+
+def test_mixtures_and_transfer(played):
+    """Two environments and plain prompts in one run; a third environment only in evaluation."""
+    train = {
+        "quiz": {"source": SEEDS},
+        "walk": {"source": SEEDS, "environment": "toy_environments:Corridor", "environment_args": {"length": 1}},
+        "sums": {"source": "drumroll.data.problems:sums", "environment": "none"},
+    }
+    sets = {"far": {"source": SEEDS, "environment": "toy_environments:Corridor", "limit": 4}}
+    recipe = played(data={"train": train}, reward={"sums": "exact"}, eval={"sets": sets}, rollout={"prompts": 6}, steps=1)
+    run = package.train(recipe)
+    last = run.metrics[-1]
+    assert {"reward/quiz", "reward/walk", "reward/sums", "environment/walk/turns", "environment/quiz/turns"} <= last.keys()
+    assert "environment/sums/turns" not in last
+    assert "eval/far/success" in last
+    plain = [s for s in run.samples if s["domain"] == "sums"]
+    assert plain
+    assert not any(s["turns"] for s in plain)
+
+
+def test_other_rewards_may_be_added(played, mine):
+    name = mine("async def short(completion): return -float(len(completion))")
+    run = package.train(played(reward={"quiz": [{"use": f"{name}:short", "weight": 0.5}]}, steps=1))
+    sample = next(s for s in run.samples if s["fate"] == "trained")
+    assert sample["reward"] == pytest.approx(sample["rewards"]["environment"] + 0.5 * sample["rewards"]["short"])
+
+
+def test_bad_environments_are_named_and_the_run_goes_on(played, drumroll, tmp_path):
+    """One seed in three goes wrong, in each way."""
+    ways = ("raise", "crash", "hang", "type", "reward", "print", "endless")
+    train = {
+        how: {"source": SEEDS, "environment": "toy_environments:Bad", "environment_args": {"how": how, "every": 3}}
+        for how in ways
+    }
+    recipe = played(
+        data={"train": train},
+        eval={"sets": {}},
+        rollout={"prompts": 7, "samples": 2},
+        environment={"step_timeout": 1.0, "max_turns": 2},
+        steps=2,
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    code, out, err = drumroll("train", str(path))
+    assert code == 0, err
+
+    run = Run.open(f"{recipe['output']}/small")
+    failures = [s["failure"] for s in run.samples if s["failure"]]
+    kinds = {f.split(" ")[0] for f in failures}
+    assert kinds <= {"ValueError", "WorkerDied", "TimeoutError", "BadAnswer"}
+    assert len(kinds) >= 2
+    assert all("environment 'toy_environments:Bad', step" in f for f in failures)
+    assert "samples failed; the first is" in out
+    assert "in environment 'toy_environments:Bad', step" in out
+    report = (run.path / "report.html").read_text()
+    assert "toy_environments:Bad" in report
+    assert len({s["step"] for s in run.samples if s["fate"] == "trained"}) == 2
+    assert Ledger(run.path / "ledger.sqlite", read_only=True).problems() == []
+
+
+def test_config_of_environments(played, small):
+    config = load(played(environment={"max_turns": 4})).config
+    assert context_length(config) == 24 + 4 + 3 * 2 * 4
+    assert context_length(load(played(environment={"mode": "step"})).config) == 28
+    assert context_length(load(played(environment={"context": 99})).config) == 99
+    with pytest.raises(ConfigError, match=r"unknown key 'environment.turns'"):
+        load(played(environment={"turns": 4}))
+    with pytest.raises(ConfigError, match="or an environment"):
+        load(small(reward={}))
+    with pytest.raises(ConfigError, match="no module 'nowhere'"):
+        package.train(played(use="nowhere:Env"))
+
+
+# --- verbs ---
+
+
+def test_check_environment(drumroll):
+    code, out, err = drumroll("check", "toy_environments:Corridor", "length=2")
+    assert code == 0, err
+    for text in ("same seed, same episode", "success 1.00", "speed", "inline"):
+        assert text in out
+    code, out, err = drumroll("check", "toy_environments:Unseeded")
+    assert code == 2
+    assert "fails: same seed, same episode" in err
+    assert "random or numpy.random was used" in out
+    for how, name in (("raise", "answers"), ("type", "answers"), ("crash", "stays alive")):
+        code, _, err = drumroll("check", "toy_environments:Bad", f"how={how}")
+        assert code == 2
+        assert name in err
+    code, _, err = drumroll("check", "toy_environments:Bad", "how=hang", "--seconds", "3")
+    assert "ends in time" in err
+    assert drumroll("check", "machin")[0] == 2
+
+
+def test_rollout_without_training(played, drumroll, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(played()))
+    code, out, err = drumroll("rollout", str(path), "--batches", "2")
+    assert code == 0, err
+    assert "environment/quiz/success" in out
+
+    run = Run.open(tmp_path / "runs" / "small-rollout")
+    assert len(run.samples) == 2 * 16
+    assert not (run.path / "model").exists()
+    assert drumroll("rollout", str(path))[0] == 2
+    assert drumroll("rollout", str(path), "--overwrite")[0] == 0
+
+
+def test_a_person_plays(drumroll, monkeypatch):
+    said = iter(["r", "x", *"rrrrrrrr"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    code, out, _ = drumroll("rollout", "toy_environments:Corridor", "--human", "--seed", "3", "length=1")
+    assert code == 0
+    assert "malformed True" in out
+    assert "success True" in out
+    assert "the episode is over" in out
+
+
+def test_the_human_ends_with_the_input(monkeypatch):
+    from drumroll.envs.human import play
+
+    def nothing(prompt):
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", nothing)
+    assert asyncio.run(play("toy_environments:Corridor", {}, 0)) == 0.0
