@@ -179,7 +179,7 @@ def test_the_record_is_what_the_engine_saw(mode, template):
     """A thousand episodes in all, cut by length, context and limits, interrupted and resumed under new weights."""
     renderer = chat_renderer(template) if template else PLAIN
     model = loading.load("tiny-random", seed=1)
-    context, groups, samples, steps = 96, 14, 4, 6
+    context, groups, samples, steps = (120 if template else 48), 14, 4, 6
     engine = NativeEngine(model, slots=24, context=context)
     recorder = Recorder(engine)
     rollout = RolloutConfig(
@@ -214,10 +214,8 @@ def test_the_record_is_what_the_engine_saw(mode, template):
     assert resumed > 3
     assert any(len({v for t in s.traces for v in t.versions if v >= 0}) > 1 for s in taken)
     stops = Counter(s.stop for s in taken)
-    assert {StopReason.TERMINATED, StopReason.TRUNCATED, StopReason.TURNS, StopReason.MALFORMED, StopReason.TOOL_ERROR} <= set(
-        stops
-    )
-    assert mode == "step" or StopReason.CONTEXT in stops
+    often = StopReason.TURNS if mode == "step" else StopReason.CONTEXT
+    assert {StopReason.TERMINATED, StopReason.TRUNCATED, StopReason.MALFORMED, StopReason.TOOL_ERROR, often} <= set(stops)
     for sample in taken:
         assert sample.reward == pytest.approx(sum(t.reward for t in sample.turns))
         assert len(sample.turns) <= 5

@@ -42,6 +42,7 @@ async def examine(use: str, args: dict[str, Any], seconds: float = 120.0) -> lis
     """Play it; one that hangs or kills its process is a finding too."""
     kind = where(use)
     pool = KillablePool(1)
+    found: list[tuple[str, bool | None, str]]
     try:
         found = await pool.call("drumroll.envs.check:inspect", {"use": use, "args": args, "seconds": seconds / 2}, seconds)
     except TimeoutError:

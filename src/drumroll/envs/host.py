@@ -124,8 +124,7 @@ async def _play(
     played = known is not None and known[1] == len(turns) - 1
     stage = known[0] if known is not None and played else Stage(use, args)
     try:
-        if not played:
-            answer: Observation | Step = await stage.reset(seed, row)
+        answer: Observation | Step = "" if played else await stage.reset(seed, row)
         for text in turns[-1:] if played else turns:
             answer = await stage.step(text)
     except BaseException:

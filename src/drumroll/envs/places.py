@@ -10,6 +10,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from typing_extensions import override
+
+from drumroll.cluster.pool import RemoteError
 from drumroll.envs import Observation, Step
 from drumroll.envs.host import Stage, check_observation, check_step, where
 from drumroll.rewards import Pool
@@ -58,6 +61,7 @@ class Threaded(Inline):
         super().__init__(scene)
         self.gate = gate
 
+    @override
     async def reset(self, seed: int, row: Mapping[str, Any], seconds: float) -> Observation:
         def begin() -> Observation:
             self.stage = Stage(self.scene.use, self.scene.args)
@@ -66,6 +70,7 @@ class Threaded(Inline):
         async with self.gate:
             return await in_thread(begin, seconds)
 
+    @override
     async def step(self, text: str, seconds: float) -> Step:
         stage = self.stage
         assert stage is not None
@@ -111,27 +116,25 @@ class Seat:
         self._lock = asyncio.Lock()
 
     async def call(self, played: Played, seconds: float, again: float) -> Any:
-        """The next answer of an episode. If the process was replaced since its last one, it is given time to play all again."""
+        """The next answer of an episode; if the process was replaced since its last one, all before is played `again` first."""
         async with self._lock:
             if played.closed:
                 return None
-            over, self.over = self.over, []
-            limit = seconds if played.life in (None, self.lives) else again
+            if played.life not in (None, self.lives) and played.turns:
+                await self._play(played, played.turns[:-1], again)
             played.life = self.lives
-            arguments = {
-                "episode": played.name,
-                "use": played.scene.use,
-                "args": dict(played.scene.args),
-                "seed": played.seed,
-                "row": dict(played.row),
-                "turns": played.turns,
-                "over": over,
-            }
-            try:
-                return await self.pool.call(PLAY, arguments, limit)
-            except BaseException as error:
-                self.lives += not hasattr(error, "kind")  # what the environment raised leaves the process as it is
-                raise
+            return await self._play(played, played.turns, seconds)
+
+    async def _play(self, played: Played, turns: list[str], seconds: float) -> Any:
+        over, self.over = self.over, []
+        scene = played.scene
+        arguments = {"episode": played.name, "use": scene.use, "args": dict(scene.args), "seed": played.seed}
+        arguments |= {"row": dict(played.row), "turns": turns, "over": over}
+        try:
+            return await self.pool.call(PLAY, arguments, seconds)
+        except BaseException as error:
+            self.lives += not isinstance(error, RemoteError)  # what the environment raised leaves the process as it is
+            raise
 
     async def close(self) -> None:
         """Give up what is under way and end the process."""
