@@ -74,7 +74,7 @@ async def _inspect(use: str, args: dict[str, Any], seconds: float) -> list[tuple
     except Exception as error:
         return [("answers", False, f"{type(error).__name__}: {error}")]
     found.append(("answers", True, "an observation, then steps of the right types"))
-    again = await _episode(use, args, 0, [text for text, *_ in first[1:]])
+    again = await _episode(use, args, 0)
     found.append(_same("same seed, same episode", first, again))
     others = [await _episode(use, args, seed, most=1) for seed in range(1, 6)]
     differ = sum(other[0] != first[0] for other in others)
@@ -89,14 +89,14 @@ async def _inspect(use: str, args: dict[str, Any], seconds: float) -> list[tuple
     return [*found, await _speed(use, args)]
 
 
-async def _episode(use: str, args: dict[str, Any], seed: int, texts: list[str] | None = None, most: int = LONGEST) -> Record:
-    """An episode by given turns, else by random ones where it knows some; [(observation,), (text, step), ...]."""
+async def _episode(use: str, args: dict[str, Any], seed: int, most: int = LONGEST) -> Record:
+    """An episode by its own random player, else by numbers; [(observation,), (text, step), ...]."""
     stage = Stage(use, args)
     try:
         record: Record = [(await stage.reset(seed, {}),)]
         choose = _chooser(stage, "random_action")
-        for turn in range(most if texts is None else len(texts)):
-            text = texts[turn] if texts is not None else (choose() if choose else str(turn % 4))
+        for turn in range(most):
+            text = choose() if choose else str(turn % 4)
             step = await stage.step(text)
             record.append((text, step))
             if step.terminated or step.truncated:
