@@ -190,11 +190,16 @@ def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int |
 
 
 class Checks(click.Group):
-    """`drumroll check ENV` is `drumroll check environment ENV`: what is no kind of check is an environment."""
+    """`drumroll check ENV` is `drumroll check environment ENV`, where ENV is one."""
 
     @override
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        return super().resolve_command(ctx, args if args[0] in self.commands else ["environment", *args])
+        if args[0] not in self.commands:
+            from drumroll.envs.host import exists
+
+            if ":" in args[0] or exists(args[0]):
+                args = ["environment", *args]
+        return super().resolve_command(ctx, args)
 
 
 @cli.group(cls=Checks)

@@ -28,10 +28,16 @@ class BadAnswer(ValueError):
 
 
 def find(use: str) -> Callable[..., Environment]:
-    """The environment by name or `module:Class`. The built-ins are registered when one is first asked for."""
-    if ":" not in use and use not in ENVIRONMENTS.parts and importlib.util.find_spec(BUILT_IN) is not None:
-        importlib.import_module(BUILT_IN)
+    """The environment by name or `module:Class`."""
+    exists(use)
     return ENVIRONMENTS.get(use)
+
+
+def exists(name: str) -> bool:
+    """Whether an environment is registered under a name; the built-ins are when one is first asked for."""
+    if ":" not in name and name not in ENVIRONMENTS.parts and importlib.util.find_spec(BUILT_IN) is not None:
+        importlib.import_module(BUILT_IN)
+    return name in ENVIRONMENTS.parts
 
 
 def where(use: str) -> str:

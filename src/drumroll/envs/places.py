@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from typing_extensions import override
@@ -96,7 +97,7 @@ async def in_thread(function: Callable[[], T], seconds: float) -> T:
             found, error = function(), None
         except BaseException as caught:
             found, error = None, caught
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(deliver, found, error)
 
     threading.Thread(target=run, daemon=True, name="environment").start()
