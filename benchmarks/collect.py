@@ -25,6 +25,7 @@ BENCHMARKS = (
     "weights.py",
     "transfer.py",
     "cluster.py",
+    "environments.py",
     "rewards.py",
     "code.py",
 )

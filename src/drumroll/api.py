@@ -14,8 +14,9 @@ from drumroll.config import AnyConfig, RLConfig, load
 from drumroll.errors import ConfigError
 from drumroll.observe.progress import Progress, Quiet
 from drumroll.pipelines import sft
+from drumroll.sample import Group, Sample
 from drumroll.session import Session
-from drumroll.stages import open_evaluator, open_rollouts
+from drumroll.stages import describe, open_evaluator, open_rollouts
 from drumroll.store.run import CONFIG, Run
 
 Recipe = AnyConfig | Mapping[str, Any] | str | Path
@@ -81,6 +82,41 @@ async def _evaluate(config: AnyConfig) -> dict[str, float]:
         return (await evaluator.run(0))[0]
     finally:
         await workers.close()
+
+
+def rollout(
+    recipe: Recipe, overrides: Sequence[str] = (), *, batches: int = 1, overwrite: bool = False
+) -> tuple[Run, dict[str, float]]:
+    """Generate and score some batches without training; they are saved in a run directory `<name>-rollout`."""
+    config = _config(recipe, overrides)
+    if not isinstance(config, RLConfig):
+        raise ConfigError("only reinforcement learning has rollouts; this recipe is pipeline: sft.")
+    config = config.model_copy(update={"name": f"{config.name}-rollout"})
+    Run.check_free(config, overwrite=overwrite)
+    return _await(_rollout(config, batches, overwrite=overwrite))
+
+
+async def _rollout(config: RLConfig, batches: int, *, overwrite: bool) -> tuple[Run, dict[str, float]]:
+    workers = await open_workers(config)
+    groups: list[Group] = []
+    failed: list[Sample] = []
+    try:
+        rollouts = open_rollouts(config, workers)
+        run = Run.create(config, overwrite=overwrite)
+        try:
+            for batch in range(batches):
+                taken = await rollouts.take(config.rollout.prompts)
+                groups += taken
+                failed += rollouts.stats.failed
+                run.write_rollouts("train", batch + 1, [s for g in taken for s in g.everyone()] + rollouts.stats.failed)
+                rollouts.trained(taken)
+                rollouts.publish(0)
+        finally:
+            await rollouts.close()
+    finally:
+        await workers.close()
+    samples = [s for g in groups for s in g.samples]
+    return run, describe(groups, 0) | {"rollout/failed": float(len(failed)), "rollout/samples": float(len(samples))}
 
 
 def _config(recipe: Recipe, overrides: Sequence[str]) -> AnyConfig:

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from drumroll.models.paths import Path
-from drumroll.sample import Group, Owner, StopReason, Version
+from drumroll.sample import Group, Owner, Sample, StopReason, Version
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turns of all samples, in order; those of a plain answer are one."""
+
+    sample_of: Tensor  # [turns] int64
+    rewards: Tensor  # [turns] float32: they sum to the sample's reward
+    anchor_of: Tensor  # [turns] int64: turns of a group that began in the same state have the same; -1 where none is known
+    of_token: Tensor  # [tokens] int64: the turn that wrote a token, -1 where none did
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class Batch:
     truncated: Tensor  # [samples] bool: ran out of tokens
     domains: tuple[str, ...]  # [samples]
     greedy: Tensor | None = None  # [samples] reward of the group's greedy sample, which is not in the batch
+    turns: Turns | None = None  # of the whole batch; None when no sample was played in an environment
     sample_weights: Tensor | None = None  # [samples] factor on the loss
     old: Tensor | None = None  # [tokens] log-prob under the policy before this update
     reference: Tensor | None = None  # [tokens] log-prob under the reference policy
@@ -249,4 +260,32 @@ def pack(groups: Sequence[Group], oldest: Version = 0) -> Batch:
         truncated=torch.tensor([s.stop in (StopReason.LENGTH, StopReason.CONTEXT) for _, s in samples], dtype=torch.bool),
         domains=tuple(s.prompt.domain for _, s in samples),
         greedy=torch.tensor([s.reward for s in greedy if s is not None]) if all(greedy) else None,
+        turns=_turns([s for _, s in samples], [g for g, _ in samples]) if any(s.turns for _, s in samples) else None,
+    )
+
+
+def _turns(samples: Sequence[Sample], groups: Sequence[int]) -> Turns:
+    """All turns. What a sample earned beyond its turns' rewards counts at its last turn."""
+    owner, rewards, anchors, of_token = [], [], [], []
+    known: dict[tuple[int, str], int] = {}
+    for i, (sample, group) in enumerate(zip(samples, groups, strict=True)):
+        columns = [[-1] * len(trace.tokens) for trace in sample.traces]
+        for turn in sample.turns:
+            columns[turn.trace][turn.start : turn.end] = [len(owner)] * (turn.end - turn.start)
+            owner.append(i)
+            rewards.append(turn.reward)
+            anchors.append(known.setdefault((group, turn.state), len(known)))
+        if not sample.turns:
+            columns = [[len(owner) if o is Owner.POLICY else -1 for o in trace.owners] for trace in sample.traces]
+            owner.append(i)
+            rewards.append(0.0)
+            anchors.append(-1)
+        assert sample.reward is not None
+        rewards[-1] += sample.reward - sum(turn.reward for turn in sample.turns)
+        of_token += [turn for column in columns for turn in column]
+    return Turns(
+        torch.tensor(owner, dtype=torch.int64),
+        torch.tensor(rewards, dtype=torch.float32),
+        torch.tensor(anchors, dtype=torch.int64),
+        torch.tensor(of_token, dtype=torch.int64),
     )

@@ -190,18 +190,23 @@ def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int |
 
 
 class Checks(Verbs):
-    """`check recipe.yaml` needs no verb: what is not one is a recipe."""
+    """`check recipe.yaml` and `check ENV` need no verb: what is not one is a recipe or an environment."""
 
     @override
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self.commands and (Path(args[0]).suffix in (".yaml", ".yml") or Path(args[0]).exists()):
-            args = ["recipe", *args]
+        if args[0] not in self.commands:
+            from drumroll.envs.host import exists
+
+            if Path(args[0]).suffix in (".yaml", ".yml") or Path(args[0]).exists():
+                args = ["recipe", *args]
+            elif ":" in args[0] or exists(args[0]):
+                args = ["environment", *args]
         return super().resolve_command(ctx, args)
 
 
 @cli.group(cls=Checks, no_args_is_help=True)
 def check() -> None:
-    """Look for trouble before it costs time: `check machine`, `check recipe.yaml`."""
+    """Look for trouble before it costs time: `check machine`, `check recipe.yaml`, `check ENV`."""
 
 
 @check.command("recipe")
@@ -224,6 +229,63 @@ def check_recipe(recipe: str, overrides: tuple[str, ...]) -> None:
         Console().print(table)
     if found.problems:
         sys.exit(1)
+
+
+@check.command("environment")
+@click.argument("environment", metavar="ENV")
+@click.argument("args", nargs=-1)
+@click.option("--seconds", default=120.0, type=click.FloatRange(1), show_default=True, help="Give up after so long.")
+def check_environment(environment: str, args: tuple[str, ...], seconds: float) -> None:
+    """Play an ENV (a name, or module:Class; ARGS like size=4): its answers, determinism, seeds, oracle, speed."""
+    import asyncio
+
+    from rich.console import Console
+
+    from drumroll.envs.check import examine, findings_table
+
+    findings = asyncio.run(examine(environment, _environment_args(args), seconds))
+    Console().print(findings_table(environment, findings))
+    failed = [finding.name for finding in findings if finding.passed is False]
+    if failed:
+        raise DrumrollError(f"environment '{environment}' fails: {', '.join(failed)}.")
+
+
+def _environment_args(args: tuple[str, ...]) -> dict[str, Any]:
+    import yaml
+
+    pairs = [text.partition("=") for text in args]
+    if wrong := [key for key, equals, _ in pairs if not equals]:
+        raise DrumrollError(f"'{wrong[0]}' is not an argument; write name=value, for example size=4.")
+    sys.path.insert(0, str(Path.cwd()))
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
+@cli.command()
+@click.argument("target", metavar="RECIPE|ENV")
+@click.argument("overrides", nargs=-1)
+@click.option("--human", is_flag=True, help="Play the environment yourself.")
+@click.option("--seed", default=0, show_default=True, help="With --human: the episode's seed.")
+@click.option("--batches", default=1, type=click.IntRange(1), show_default=True, help="How many batches of the recipe.")
+@click.option("--overwrite", is_flag=True, help="Replace the rollouts that were saved before.")
+def rollout(target: str, overrides: tuple[str, ...], human: bool, seed: int, batches: int, overwrite: bool) -> None:
+    """Play a RECIPE's episodes without training, or an ENV by hand with --human (OVERRIDES are its arguments then)."""
+    if human:
+        import asyncio
+
+        from drumroll.envs.human import play
+
+        asyncio.run(play(target, _environment_args(overrides), seed))
+        return
+    from drumroll.api import rollout as collect
+    from drumroll.observe.trouble import by_cause
+    from drumroll.store.rollouts import read_troubles
+
+    run, metrics = collect(target, overrides, batches=batches, overwrite=overwrite)
+    for name, value in metrics.items():
+        click.echo(f"{name:<40} {value:.4f}")
+    for trouble in by_cause(found for file in sorted((run.path / "rollouts").glob("*")) for found in read_troubles(file)):
+        click.echo(f"{trouble.count} samples, the first is {trouble.first}: {trouble.text}")
+    click.echo(f"rollouts {run.path / 'rollouts'}\nlook     drumroll run samples {run.path}")
 
 
 @check.command("machine")

@@ -27,6 +27,10 @@ class DataError(DrumrollError):
     """A dataset that cannot be read, or a row that lacks what it needs."""
 
 
+class TemplateError(DataError):
+    """A chat template that does not keep what was said before."""
+
+
 class ModelError(DrumrollError):
     """A model that cannot be found or loaded."""
 

@@ -16,6 +16,8 @@ Message = dict[str, Any]
 Version = int
 GREEDY = -1
 """Index of a group's greedy sample: its reward is a baseline, it is not trained on."""
+ENVIRONMENT = "environment"
+"""The share of an environment among a sample's rewards."""
 
 
 class Owner(IntEnum):
@@ -34,6 +36,11 @@ class StopReason(StrEnum):
     LENGTH = "length"
     CONTEXT = "context"
     ABORTED = "aborted"
+    TERMINATED = "terminated"  # from here on: how an episode ended
+    TRUNCATED = "truncated"
+    TURNS = "turns"
+    MALFORMED = "malformed"
+    TOOL_ERROR = "tool_error"
 
 
 class State(StrEnum):
@@ -60,8 +67,21 @@ class Fate(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Scene:
+    """Where an episode plays: the environment, its arguments, and how its texts are rendered."""
+
+    use: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    chat: bool | None = None
+    system: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """A dataset row: what the model sees (as read and as tokens), its domain, and columns for rewards."""
+    """A dataset row: what the model sees (as read and as tokens), its domain, and columns for rewards.
+
+    With a `scene` the first tokens come from the environment, so there are none here.
+    """
 
     id: str
     domain: str
@@ -69,6 +89,7 @@ class Prompt:
     tokens: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     stream: str = ""  # whose share in a batch is fixed
+    scene: Scene | None = None
 
     @staticmethod
     def stable_id(content: Any) -> str:
@@ -109,9 +130,25 @@ class Trace:
         return [t for t, o in zip(self.tokens, self.owners, strict=True) if o is Owner.POLICY]
 
 
+@dataclass(slots=True)
+class Turn:
+    """The policy's part of one exchange with an environment: where its tokens stand, and what they brought.
+
+    Turns with equal `state` began in the same state of the environment.
+    """
+
+    trace: int
+    start: int
+    end: int
+    state: str
+    reward: float = 0.0
+    effective: bool | None = None
+    malformed: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a sample failed: the exception's kind, the boundary it crossed, its text."""
+    """Why a sample failed, or what was odd about it: the exception's kind, the boundary it crossed, its text."""
 
     kind: str
     boundary: str
@@ -137,6 +174,9 @@ class Sample:
     failure: Failure | None = None
     attempt: int = 0
     history: list[tuple[str, float]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    notes: list[Failure] = field(default_factory=list)
+    success: bool | None = None
 
     @property
     def id(self) -> str:
@@ -172,6 +212,12 @@ class Group:
     def rewards(self) -> list[float]:
         """The rewards of the samples that have one."""
         return [s.reward for s in self.samples if s.reward is not None]
+
+
+def episode_seed(run_seed: int, stream: str, draw: int) -> int:
+    """The 63-bit seed of an episode: the same for all members of a group, so that they start equal."""
+    digest = hashlib.sha256(f"episode/{run_seed}/{stream}/{draw}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def sample_seed(run_seed: int, stream: str, draw: int, index: int) -> int:

@@ -14,17 +14,20 @@ from drumroll.algorithms import GREEDY, OLD, REFERENCE, TEACHER, VALUES
 from drumroll.batch import Batch
 from drumroll.cluster.desk import Desk, Memory
 from drumroll.cluster.group import WorkerGroup
-from drumroll.cluster.workers import Workers, open_workers
+from drumroll.cluster.workers import Workers, context_length, open_workers
 from drumroll.config import AnyConfig, RLConfig
+from drumroll.config.environment import NONE
 from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
+from drumroll.envs.episodes import Episodes
+from drumroll.envs.metrics import describe_episodes
 from drumroll.learners import Learner, Metrics, Update
 from drumroll.learners.totals import merge
 from drumroll.rewards import Scorer
 from drumroll.rollout.evaluation import Evaluator, open_sets
 from drumroll.rollout.lifecycle import Listener
-from drumroll.rollout.scheduler import Decode, Rollouts
+from drumroll.rollout.scheduler import Decode, Rollouts, answered_once
 from drumroll.sample import Group, Version
 
 __all__ = ["advantages", "infer", "open_evaluator", "open_rollouts", "open_workers", "pack", "publish", "train", "update"]
@@ -43,13 +46,33 @@ def open_scorer(config: AnyConfig, workers: Workers, rollout: RolloutConfig) -> 
     return scorer
 
 
+def open_episodes(config: AnyConfig, workers: Workers, *, seed: int) -> Episodes | None:
+    """The environments, and the processes of those that compute; None when no row is played in one."""
+    if not isinstance(config, RLConfig) or not config.has_episodes():
+        return None
+    context = context_length(config)
+    renderer = Renderer(workers.tokenizer)
+    episodes = Episodes(config.environment, seed, renderer, decoder(workers), context, workers.open_pool)
+    workers.closing.append(episodes.close)
+    return episodes
+
+
 def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listener] = ()) -> Rollouts:
     """The stream of scored groups."""
     scorer = open_scorer(config, workers, config.rollout)
-    source = PromptSource(config.data, config.seed, Renderer(workers.tokenizer), scorer.required_columns)
-    greedy = GREEDY in workers.needs
+    renderer = Renderer(workers.tokenizer)
+    source = PromptSource(config.data, config.seed, renderer, scorer.required_columns, config.environment)
+    episodes = open_episodes(config, workers, seed=config.seed)
     return Rollouts(
-        config.rollout, config.seed, source, workers.router, scorer, decoder(workers), greedy=greedy, listeners=listeners
+        config.rollout,
+        config.seed,
+        source,
+        workers.router,
+        scorer,
+        decoder(workers),
+        episodes=episodes.open if episodes else answered_once,
+        greedy=GREEDY in workers.needs,
+        listeners=listeners,
     )
 
 
@@ -59,9 +82,11 @@ def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
         return None
     rollout = config.rollout if isinstance(config, RLConfig) else RolloutConfig(max_tokens=config.eval_max_tokens)
     scorer = open_scorer(config, workers, rollout)
-    sets = open_sets(config.eval, Renderer(workers.tokenizer), scorer.required_columns, config.data.max_prompt_tokens)
-
-    return Evaluator(config.eval, sets, workers.router, scorer, decoder(workers), config.seed, rollout)
+    environment = config.environment if isinstance(config, RLConfig) else NONE
+    longest, renderer = config.data.max_prompt_tokens, Renderer(workers.tokenizer)
+    sets = open_sets(config.eval, renderer, scorer.required_columns, longest, environment)
+    episodes = open_episodes(config, workers, seed=0)
+    return Evaluator(config.eval, sets, workers.router, scorer, decoder(workers), config.seed, rollout, episodes)
 
 
 # --- The stages of a step. A batch is a reference: on a cluster its tensors never come here. ---
@@ -141,4 +166,4 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
         for part in parts if len(parts) > 1 else ():
             values = [s.rewards[part] for s in own if part in s.rewards]
             metrics[f"reward/{domain}/{part}"] = sum(values) / len(values)
-    return metrics
+    return metrics | describe_episodes(samples)

@@ -333,3 +333,31 @@ def test_a_dry_run_shows_the_layout(drumroll, small, tmp_path):
     code, out, _ = drumroll("train", str(path), "--dry-run")
     assert code == 0
     assert "cpu 0-2" in out
+
+
+def test_environments_play_in_processes_of_the_cluster(small):
+    """The same episodes as in processes of this machine; failures keep their names, and a hang costs one episode."""
+    seeds, bad = "drumroll.data.seeds:seeds", "toy_environments:Bad"
+    data = {
+        "train": {
+            "good": {"source": seeds, "environment": bad, "environment_args": {"how": "none"}},
+            "bad": {"source": seeds, "environment": bad, "environment_args": {"how": "raise", "every": 2}},
+            "stuck": {"source": seeds, "environment": bad, "environment_args": {"how": "hang", "every": 2}},
+        },
+        "max_prompt_tokens": 16,
+    }
+    recipe = small(
+        deterministic=True,
+        threads=1,
+        steps=1,
+        reward={},
+        environment={"max_turns": 2, "step_timeout": 2.0},
+        rollout={"prompts": 6, "samples": 2, "max_tokens": 2},
+        eval={"sets": {}},
+    )
+    recipe["data"] = data
+    local = drumroll.train({**recipe, "name": "local"})
+    remote = drumroll.train({**recipe, "name": "remote", "cluster": ONE})
+    told = [sorted((s["id"], s["failure"], s["reward"], str(s["turns"])) for s in run.samples) for run in (local, remote)]
+    assert told[0] == told[1]
+    assert {f.partition(" ")[0] for _, f, *_ in told[0] if f} == {"ValueError", "TimeoutError"}

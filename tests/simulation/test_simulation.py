@@ -1,5 +1,6 @@
 """Thousands of seeded worlds; and proof that the simulator would find bugs if there were some."""
 
+import asyncio
 import math
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -98,6 +99,20 @@ def broken_trained(monkeypatch):
     monkeypatch.setattr(Rollouts, "trained", twice)
 
 
+def broken_close(monkeypatch):
+    """Leaves the environments of samples that are given up open."""
+    act = Rollouts._act
+
+    async def leaving(self, sample, deed):
+        try:
+            return await act(self, sample, deed)
+        except asyncio.CancelledError:
+            deed.__self__.close = lambda: None
+            raise
+
+    monkeypatch.setattr(Rollouts, "_act", leaving)
+
+
 def broken_mixture(monkeypatch):
     """Gives the first stream's places to the others."""
     import drumroll.rollout.places as places
@@ -110,7 +125,16 @@ def broken_mixture(monkeypatch):
     monkeypatch.setattr(places, "_round", crooked)
 
 
-PLANTED = [broken_release, broken_over_age, broken_state, broken_deadline, broken_admission, broken_trained, broken_mixture]
+PLANTED = [
+    broken_close,
+    broken_release,
+    broken_over_age,
+    broken_state,
+    broken_deadline,
+    broken_admission,
+    broken_trained,
+    broken_mixture,
+]
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda f: f.__name__)

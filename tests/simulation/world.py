@@ -17,12 +17,12 @@ from pathlib import Path
 from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Completion, EngineLost
 from drumroll.errors import RolloutError
-from drumroll.rollout.lifecycle import DrawEvent, Event
+from drumroll.rollout.lifecycle import DrawEvent, Event, SampleFailed
 from drumroll.rollout.router import Router
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.rollout.simulation import SimEngine, SimScorer, SimSource, Workload
 from drumroll.rollout.virtual import run
-from drumroll.sample import Fate, Sample, State
+from drumroll.sample import Failure, Fate, Owner, Sample, State, Trace
 from drumroll.store.ledger import Ledger
 
 STEPS = 3
@@ -102,6 +102,53 @@ class FaultyScorer(SimScorer):
         await super().score(sample)
 
 
+class FaultyEpisode:
+    """An environment of some turns that is slow, hangs until its deadline, or crashes; in one trace, or in one a turn."""
+
+    def __init__(self, sample: Sample, world: World) -> None:
+        self.sample = sample
+        self.world = world
+        self.turn = 0
+        world.episodes += 1
+
+    async def begin(self) -> bool:
+        self.sample.traces = []
+        await self.act()
+        self.show()
+        return True
+
+    async def answer(self) -> bool:
+        self.turn += 1
+        assert self.sample.traces[-1].owners[-1] is Owner.POLICY, "the environment was asked before the policy had its turn"
+        await self.act()
+        if self.turn >= self.world.turns:
+            return False
+        if self.world.stepwise:
+            self.show()
+        else:
+            self.sample.traces[-1].extend([2, 3], Owner.ENVIRONMENT)
+        return True
+
+    async def act(self) -> None:
+        rng, kind = self.world.rng, self.world.rng.random()
+        if kind < 0.01:
+            self.world.faults["environment hang"] += 1
+            await asyncio.sleep(4.0)
+            raise SampleFailed(Failure("TimeoutError", "environment 'simulated', step", "took longer than 4 s"))
+        if kind < 0.02:
+            self.world.faults["environment crash"] += 1
+            raise RuntimeError("simulated")
+        await asyncio.sleep(rng.choice([0.0, 0.1, 3.0]))
+
+    def show(self) -> None:
+        trace = Trace()
+        trace.extend(list(self.sample.prompt.tokens), Owner.PROMPT)
+        self.sample.traces.append(trace)
+
+    def close(self) -> None:
+        self.world.episodes -= 1
+
+
 class World:
     """The config, the faults and the parts of one seed."""
 
@@ -122,7 +169,6 @@ class World:
             retries=rng.randint(0, 3),
             on_failure=rng.choice(["drop", "replace", "give_up"]),
             generation_timeout=rng.choice([12.0, 20.0]),
-            environment_timeout=4.0,
             reward_timeout=5.0,
             engine_timeout=15.0,
             max_draws_per_step=400,
@@ -139,7 +185,7 @@ class World:
         )
         self.lost, self.delayed, self.repeated = (rng.choice([0.0, 0.02]) for _ in range(3))
         self.reward_fails, self.reward_hangs = rng.choice([0.0, 0.05]), rng.choice([0.0, 0.03])
-        self.turns = rng.choice([1, 1, 2])
+        self.turns, self.stepwise, self.episodes = rng.choice([0, 1, 2, 3]), rng.random() < 0.5, 0
         self.kill_at = rng.uniform(3, 40) if rng.random() < 0.5 else None
         self.greedy = rng.random() < 0.3
         first = rng.choice([None, None, 0.5, 0.3, 0.85])
@@ -192,20 +238,8 @@ class World:
 
     # --- parts ---
 
-    async def act(self, sample: Sample) -> list[int] | None:
-        """An environment that answers once, sometimes slowly, sometimes never, sometimes with a crash."""
-        turn = sum(state == State.ACTING for state, _ in sample.history)
-        if turn >= self.turns:
-            return None
-        kind = self.rng.random()
-        if kind < 0.02:
-            self.faults["environment hang"] += 1
-            await asyncio.sleep(1000)
-        if kind < 0.04:
-            self.faults["environment crash"] += 1
-            raise RuntimeError("simulated")
-        await asyncio.sleep(self.rng.choice([0.0, 0.1, 3.0]))
-        return [2, 3]
+    def open(self, sample: Sample) -> FaultyEpisode | None:
+        return FaultyEpisode(sample, self) if self.turns else None
 
     def join(self, name: str) -> None:
         assert self.router is not None
@@ -265,7 +299,7 @@ class World:
         self.router = router = Router(self.config.engine_timeout)
         self.rollouts = rollouts = Rollouts(
             self.config, self.report.seed, SimSource(shares=self.shares), router, FaultyScorer(self.work, self), lambda tokens: "",
-            act=self.act, greedy=self.greedy, listeners=[ledger, self.check], clock=loop.time,
+            episodes=self.open, greedy=self.greedy, listeners=[ledger, self.check], clock=loop.time,
         )  # fmt: skip
         self.engines = {}
         if self.state is not None:
@@ -309,6 +343,7 @@ class World:
         assert router.busy() == 0, f"{router.busy()} slots leaked"
         assert not any(e.calls for e in self.engines.values()), "an engine still works on a request"
         assert not rollouts._flights
+        assert self.episodes == 0, f"{self.episodes} episodes were left open"
         ledger.close()
 
     async def main(self) -> Report:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_batch import make_trace
 
 from drumroll.algorithms import Algorithm
-from drumroll.algorithms.advantages import ESTIMATORS, Scores
+from drumroll.algorithms.advantages import ESTIMATORS, Scores, TurnScores
 from drumroll.algorithms.aggregations import AGGREGATIONS
 from drumroll.algorithms.corrections import behaviour_weights
 from drumroll.algorithms.losses import LOSSES, PolicyLoss, Tokens, ValueLoss, ValueTokens, kl_divergence
@@ -21,7 +21,7 @@ from drumroll.batch import pack
 from drumroll.config import load
 from drumroll.config.algorithm import RECIPES, AlgorithmConfig
 from drumroll.errors import AlgorithmError, ConfigError
-from drumroll.sample import Group, Owner, Prompt, Sample
+from drumroll.sample import Group, Owner, Prompt, Sample, Turn
 
 # --- estimators ---
 
@@ -54,11 +54,12 @@ SLOW = {
     "remax": lambda r, n: [x - 0.25 for x in r],
 }
 PER_TOKEN = {"gae", "reinforce"}
+PER_TURN = {"gigpo", "turns"}
 reward = st.one_of(st.sampled_from([0.0, 1.0, -1.0]), st.floats(-5, 5))
 member = st.tuples(reward, st.integers(1, 9))
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS.parts) - PER_TOKEN))
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS.parts) - PER_TOKEN - PER_TURN))
 @given(groups=st.lists(st.lists(member, min_size=1, max_size=6), min_size=1, max_size=4))
 def test_estimators_equal_their_formulas(name, groups):
     rewards = torch.tensor([r for g in groups for r, _ in g], dtype=torch.float64)
@@ -92,6 +93,80 @@ def test_token_estimators_equal_their_formulas(name, traces, discount, decay):
                 surprise = [r + discount * n - v for (r, v), n in zip(trace, ahead, strict=True)]
                 want.append(sum((discount * decay) ** (k - t) * surprise[k] for k in range(t, len(trace))))
     assert got.tolist() == pytest.approx(want, abs=1e-9)
+
+
+turn = st.tuples(st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-2, 2)), st.integers(-1, 2), st.integers(0, 3))
+episode = st.lists(turn, min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("name", sorted(PER_TURN))
+@given(
+    groups=st.lists(st.lists(episode, min_size=1, max_size=4), min_size=1, max_size=3),
+    discount=st.floats(0, 1),
+    weight=st.floats(0, 2),
+)
+def test_turn_estimators_equal_their_formulas(name, groups, discount, weight):
+    """Turns are (reward, state or -1, tokens)."""
+    samples = [(g, e) for g, group in enumerate(groups) for e in group]
+    flat = [(i, g, t, reward, state, size) for i, (g, e) in enumerate(samples) for t, (reward, state, size) in enumerate(e)]
+    turns = TurnScores(
+        torch.tensor([i for i, *_ in flat]),
+        torch.tensor([reward for *_, reward, _, _ in flat], dtype=torch.float64),
+        torch.tensor([-1 if state < 0 else 3 * g + state for _, g, _, _, state, _ in flat]),
+        torch.tensor([n for n, (*_, size) in enumerate(flat) for _ in range(size)], dtype=torch.int64),
+    )
+    totals = [sum(reward for reward, *_ in e) for _, e in samples]
+    scores = Scores(
+        torch.tensor(totals, dtype=torch.float64),
+        torch.tensor([g for g, _ in samples]),
+        torch.ones(len(samples)),
+        AlgorithmConfig(turn_discount=discount, turn_weight=weight),
+        turns=turns,
+    )
+    got = ESTIMATORS.get(name)(scores)
+
+    def later(i, t):
+        return sum(discount**k * reward for k, (reward, *_) in enumerate(samples[i][1][t:]))
+
+    def normal(value, others):
+        return (value - mean(others)) / (deviation(others) + 1e-6) if deviation(others) > 1e-6 else 0.0
+
+    want = []
+    for i, g, t, _, state, size in flat:
+        if name == "turns":
+            value = normal(later(i, t), [later(j, u) for j, h, u, *_ in flat if h == g])
+        else:
+            value = normal(totals[i], [total for total, (h, _) in zip(totals, samples, strict=True) if h == g])
+            if state >= 0:
+                same = [later(j, u) for j, h, u, _, s, _ in flat if (h, s) == (g, state)]
+                value += weight * normal(later(i, t), same)
+        want += [value] * size
+    assert got.tolist() == pytest.approx(want, abs=1e-5, rel=1e-5)
+
+
+def test_turns_of_a_batch_sum_to_its_rewards_and_share_anchors_within_a_group():
+    prompt = Prompt("p", "d", "", (1,))
+
+    def played(states, extra=0.0):
+        trace, turns = make_trace([]), []
+        for n, state in enumerate(states):
+            start = len(trace.tokens)
+            trace.extend([5, 6], Owner.POLICY, [-1.0] * 2, [0] * 2)
+            turns.append(Turn(0, start, start + 2, state, float(n)))
+            trace.extend([7], Owner.ENVIRONMENT)
+        return Sample(prompt, 0, 0, traces=[trace], reward=sum(t.reward for t in turns) + extra, turns=turns)
+
+    plain = Sample(prompt, 0, 0, traces=[make_trace([(Owner.POLICY, [5, 6, 7])])], reward=2.0)
+    batch = pack([Group(prompt, 0, [played("ab"), played("ba", 0.5)]), Group(prompt, 1, [played("a"), plain])])
+    turns = batch.turns
+    assert turns.rewards.tolist() == [0.0, 1.0, 0.0, 1.5, 0.0, 2.0]
+    assert turns.anchor_of.tolist() == [0, 1, 1, 0, 2, -1]
+    assert turns.sample_of.tolist() == [0, 0, 1, 1, 2, 3]
+    assert turns.of_token.tolist() == [-1, 0, 0, -1, 1, 1, -1, -1, 2, 2, -1, 3, 3, -1, -1, 4, 4, -1, -1, 5, 5, 5]
+    assert ((turns.of_token >= 0) == batch.mask).all()
+    out = Algorithm(AlgorithmConfig(recipe="gigpo"), single_update=True).advantages(batch)
+    assert torch.isfinite(out.advantages).all()
+    assert (out.advantages[~batch.mask] == 0).all()
 
 
 def test_what_the_config_knows_of_the_parts_is_what_they_declare():

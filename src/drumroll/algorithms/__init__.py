@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumroll.algorithms.advantages import ESTIMATORS, Scores
+from drumroll.algorithms.advantages import ESTIMATORS, Scores, TurnScores
 from drumroll.algorithms.aggregations import Shares
 from drumroll.algorithms.losses import LOSSES, PolicyLoss, ValueLoss, kl_divergence
 from drumroll.algorithms.shaping import FLAT, KLPenalty, Normaliser, shape, shape_alone
 from drumroll.algorithms.statistics import means_of, sums_by, whiten
-from drumroll.batch import Batch
+from drumroll.batch import Batch, Turns
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.errors import AlgorithmError, ConfigError
 
@@ -87,7 +87,7 @@ class Algorithm:
         if config.drop_zero_advantage:
             batch = batch.with_(mask=mask & (self._moved(tokens, batch) > 0)[batch.sample_of_token()])
         weights = torch.tensor([config.domain_weights.get(d, 1.0) for d in batch.domains])
-        return batch.with_(advantages=tokens.float(), returns=returns, sample_weights=weights)
+        return batch.with_(advantages=tokens.float(), returns=returns, sample_weights=weights, turns=None)
 
     def _mask(self, batch: Batch) -> Tensor:
         """[tokens] which policy tokens are trained: not those of truncated samples or of groups too easy or too hard."""
@@ -121,7 +121,16 @@ class Algorithm:
         values = None if batch.values is None else batch.values[mask].double()
         greedy = None if batch.greedy is None else shape_alone(batch.greedy, self.config)
         passed, lengths = batch.rewards > 0, batch.policy_lengths()
-        return Scores(rewards, batch.group_of, lengths, self.config, greedy, token_rewards, values, trace_of, passed)
+        turns = self._turns(batch) if self._traits.get("turns") else None
+        return Scores(rewards, batch.group_of, lengths, self.config, greedy, token_rewards, values, trace_of, passed, turns)
+
+    def _turns(self, batch: Batch) -> TurnScores:
+        """The turns as the estimator sees them: rewards clipped and scaled. Plain answers are one turn each."""
+        found = batch.turns
+        if found is None:
+            every = torch.arange(batch.num_samples)
+            found = Turns(every, batch.rewards, torch.full_like(every, -1), batch.sample_of_token())
+        return TurnScores(found.sample_of, shape_alone(found.rewards, self.config), found.anchor_of, found.of_token[batch.mask])
 
     @staticmethod
     def _moved(tokens: Tensor, batch: Batch) -> Tensor:

@@ -97,14 +97,15 @@ def open_algorithm(config: AnyConfig) -> Algorithm:
     samples = config.rollout.prompts * config.rollout.most_samples
     single = config.optim.epochs == 1 and (config.optim.minibatch or samples) >= samples
     stale = config.rollout.max_staleness > 0
-    return Algorithm(config.algorithm, single_update=single, longest=config.rollout.longest, stale=stale)
+    return Algorithm(config.algorithm, single_update=single, longest=config.longest(), stale=stale)
 
 
 def context_length(config: AnyConfig) -> int:
-    """Tokens a row of the engine must hold: the longest prompt and the longest completion."""
+    """Tokens a row of the engine must hold: the longest prompt and the longest completion, or the longest episode."""
     own = config.rollout.longest if isinstance(config, RLConfig) else config.eval_max_tokens
     evaluations = [s.max_tokens or own for s in config.eval.sets.values()]
-    return config.data.max_prompt_tokens + max([own, *evaluations])
+    whole = config.longest_trace() if isinstance(config, RLConfig) else 0
+    return max(whole, config.data.max_prompt_tokens + max([own, *evaluations]))
 
 
 def configure_torch(config: AnyConfig, threads: int = 0) -> None:

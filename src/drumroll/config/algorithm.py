@@ -39,10 +39,12 @@ RECIPES: dict[str, dict[str, Any]] = {
         "aggregation": "token_mean",
     },
     "sapo": {"advantage": "grpo", "loss": "sapo", "aggregation": "sequence_mean"},
+    "starpo": {"advantage": "grpo", "loss": "ppo", "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean"},
+    "gigpo": {"advantage": "gigpo", "turn_discount": 0.95, "loss": "ppo", "aggregation": "token_mean"},
 }
 """A name stands for these choices; keys set beside it win."""
 
-GROUPED = frozenset({"grpo", "dr_grpo", "rloo", "opo", "pass_at_k"})
+GROUPED = frozenset({"grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "gigpo", "turns"})
 """Estimators that compare the samples of a group, so that a group of one teaches nothing."""
 WITH_CRITIC = frozenset({"gae"})
 """Built-in estimators that need a critic; one of the user's own says so by its traits, which `Algorithm.needs` reads."""
@@ -62,11 +64,15 @@ class AlgorithmConfig(Section):
     recipe: str = "grpo"
     """A named choice of the parts below (`drumroll explain algorithm` lists them); keys set beside it win."""
     advantage: str = "grpo"
-    """Estimator by name (gae, grpo, dr_grpo, rloo, remax, opo, pass_at_k, reinforce, positive), or `module:function`."""
+    """Estimator by name (gae, grpo, dr_grpo, rloo, remax, opo, pass_at_k, reinforce, positive, gigpo, turns), or `module:function`."""
     pass_k: int = Field(2, ge=1)
     """pass_at_k: how many are drawn."""
     discount: float = Field(1.0, ge=0, le=1)
     """gae, reinforce: factor on what comes a token later."""
+    turn_discount: float = Field(1.0, ge=0, le=1)
+    """gigpo, turns: factor on what comes a turn later."""
+    turn_weight: float = Field(1.0, ge=0)
+    """gigpo: weight of the comparison among turns that began in the same state."""
     gae_decay: float = Field(0.95, ge=0, le=1)
     """gae: weight of later surprises (λ); 1 trusts the rewards, 0 the critic."""
     whiten: bool = False

@@ -40,6 +40,10 @@ class DatasetConfig(Section):
     """Render text prompts as a user's chat turn. Default: yes when the tokenizer has a chat template."""
     limit: int | None = Field(None, ge=1)
     """Use at most this many rows; needed for endless function sources in evaluation."""
+    environment: str | None = None
+    """Environment of every row, or `none`. Default: the row's `environment` column, else `environment.use`."""
+    environment_args: dict[str, Any] | None = None
+    """Its arguments. Default: `environment.args` if it is `environment.use`, else none."""
 
 
 class DataConfig(Section):

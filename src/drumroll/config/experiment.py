@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, model_validator
 from drumroll.config.algorithm import GROUPED, WITHOUT_RATIO, AlgorithmConfig
 from drumroll.config.cluster import ClusterConfig
 from drumroll.config.data import DataConfig
+from drumroll.config.environment import NONE, EnvironmentConfig
 from drumroll.config.eval import EvalConfig
 from drumroll.config.optim import OptimConfig
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig, RewardSpec, normalise
@@ -117,8 +118,26 @@ class RLConfig(RunConfig):
     """`rl` trains on the model's own scored samples; `sft` imitates given answers."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation of training samples."""
+    environment: EnvironmentConfig = NONE
+    """What the policy talks to, turn by turn."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """How rewards become gradients."""
+
+    def has_episodes(self) -> bool:
+        """Whether rows are played in an environment."""
+        own = {dataset.environment for dataset in (*self.data.train.values(), *self.eval.sets.values())} - {None, "none"}
+        return self.environment.use is not None or bool(own)
+
+    def longest(self) -> int:
+        """The most tokens that a sample's policy can write."""
+        return self.rollout.longest * (self.environment.max_turns if self.has_episodes() else 1)
+
+    def longest_trace(self) -> int:
+        """The most tokens that a trace of training can have."""
+        turn, own = self.data.max_prompt_tokens + self.rollout.longest, self.environment
+        if not self.has_episodes() or own.mode == "step":
+            return turn
+        return own.context or turn + (own.max_turns - 1) * 2 * self.rollout.longest
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
@@ -133,9 +152,9 @@ class RLConfig(RunConfig):
 
     @model_validator(mode="after")
     def _has_a_reward(self) -> Self:
-        if not self.rewards():
+        if not self.rewards() and not self.has_episodes():
             raise ValueError(
-                "reward is missing: name a built-in (reward: exact) or your own function (reward: my_rewards:correct)"
+                "reward is missing: name a built-in (reward: exact) or your own function (reward: my_rewards:correct), or an environment (environment: {use: ...})"
             )
         return self
 

@@ -85,9 +85,10 @@ def arithmetic(config: AnyConfig) -> list[str]:
     batch = prompts * samples
     mini = config.optim.minibatch or batch
     updates = batch // mini * config.optim.epochs
-    most = batch * (config.data.max_prompt_tokens + config.rollout.max_tokens)
+    traces = config.environment.max_turns if config.has_episodes() and config.environment.mode == "step" else 1
+    most = batch * traces * config.longest_trace()
     return [
-        f"{prompts} prompts × {samples} samples = {batch:,} samples a step, at most {batch * config.rollout.max_tokens:,} new tokens",
+        f"{prompts} prompts × {samples} samples = {batch:,} samples a step, at most {batch * config.longest():,} new tokens",
         f"{batch:,} samples / minibatch {mini:,} × {config.optim.epochs} epochs = {updates} optimizer steps a step",
         f"at most {most:,} tokens a batch / micro_tokens {config.optim.micro_tokens:,} = at most {-(-most // config.optim.micro_tokens)} forward passes",
         f"{config.steps} steps × {batch:,} samples = {config.steps * batch:,} samples in all",

@@ -62,8 +62,6 @@ class RolloutConfig(Section):
     """A failed sample is left out of its group, replaced by another attempt at the prompt, or ends its group."""
     generation_timeout: float = Field(600.0, gt=0)
     """Seconds one generation may take."""
-    environment_timeout: float = Field(60.0, gt=0)
-    """Seconds one environment step may take."""
     reward_timeout: float = Field(30.0, gt=0)
     """Seconds one reward function may take for one sample."""
     engine_timeout: float = Field(60.0, gt=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drumroll.errors import DataError
+from drumroll.errors import DataError, TemplateError
 from drumroll.sample import Message
 
 Content = str | tuple[Message, ...]
@@ -22,25 +22,29 @@ class Renderer:
         """Tokens up to where the model's answer begins. `chat=None` follows the tokenizer."""
         turns = self._turns(content, chat, system)
         if turns is None:
-            return tuple(self._bos() + self._encode(str(content)))
-        return tuple(self._encode(self._apply(turns, add_generation_prompt=True)))
+            return tuple(self._bos() + self.encode(str(content)))
+        return tuple(self.encode(self.text(turns)))
 
     def answer(self, content: Content, completion: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
         """Tokens of a given answer after its prompt, up to and including the end of the turn."""
         turns = self._turns(content, chat, system)
         if turns is None:
-            return [*self._encode(completion), self._eos()]
-        prompt = self._apply(turns, add_generation_prompt=True)
+            return [*self.encode(completion), self._eos()]
+        prompt = self.text(turns)
         whole = self._apply([*turns, {"role": "assistant", "content": completion}], add_generation_prompt=False)
         if not whole.startswith(prompt):
             at = next(i for i, (a, b) in enumerate(zip(prompt, whole + " " * len(prompt), strict=False)) if a != b)
-            raise DataError(
+            raise TemplateError(
                 f"the chat template of {self.name} is not prefix-stable: the prompt alone reads {prompt[at : at + 40]!r} where "
                 f"the whole conversation reads {whole[at : at + 40]!r}."
             )
-        answer = self._encode(whole[len(prompt) :])
+        answer = self.encode(whole[len(prompt) :])
         ends = [i for i, token in enumerate(answer) if token == self._eos()]
         return answer[: ends[-1] + 1] if ends else [*answer, self._eos()]
+
+    def text(self, turns: list[Message]) -> str:
+        """A conversation as text, up to where the model's answer begins."""
+        return self._apply(turns, add_generation_prompt=True)
 
     def _turns(self, content: Content, chat: bool | None, system: str | None) -> list[Message] | None:
         """The conversation to render, or None for plain text."""
@@ -59,7 +63,8 @@ class Renderer:
         except Exception as error:
             raise DataError(f"the chat template of {self.name} refused a conversation: {error}.") from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text as it is."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _bos(self) -> list[int]:

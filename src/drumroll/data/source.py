@@ -6,23 +6,28 @@ goes to the dataset that is furthest behind.
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from drumroll.config.data import DataConfig, DatasetConfig
+from drumroll.config.environment import NONE, EnvironmentConfig
 from drumroll.data.render import Content, Renderer
 from drumroll.data.rows import read
 from drumroll.data.split import Row
 from drumroll.errors import DataError
-from drumroll.sample import Prompt
-
-RequiredColumns = Callable[[str], Sequence[tuple[str, str]]]
-"""Domain → (column, who asks for it)."""
+from drumroll.sample import Prompt, Scene
 
 
-def no_columns(domain: str) -> Sequence[tuple[str, str]]:
+class RequiredColumns(Protocol):
+    """Domain → (column, who asks for it); rows that are `played` in an environment may have no other reward."""
+
+    def __call__(self, domain: str, *, played: bool = False) -> Sequence[tuple[str, str]]: ...
+
+
+def no_columns(domain: str, *, played: bool = False) -> Sequence[tuple[str, str]]:
     """Nothing is asked of the rows."""
     return ()
 
@@ -35,6 +40,7 @@ class Reader:
     config: DatasetConfig
     renderer: Renderer
     required: RequiredColumns
+    environment: EnvironmentConfig = NONE
     stream: str = ""
 
     def prompt(self, row: Row, number: int) -> Prompt:
@@ -43,19 +49,38 @@ class Reader:
             raise DataError(
                 f"{self.name}: row {number + 1} must be a mapping of columns to values, it is a {type(row).__name__}."
             )
-        domain = str(self.config.domain or row.get("domain") or self.name.rpartition(".")[2])
+        scene = self._scene(row)
+        own = row.get("environment") if scene is not None and self.config.environment is None else None
+        domain = str(self.config.domain or row.get("domain") or own or self.name.rpartition(".")[2])
         content, row = self._content(row)
+        if scene is not None and content is None:
+            content = f"{scene.use} {json.dumps(row, sort_keys=True, default=str)}"
         wanted = [(self.config.prompt, "the prompt")] if content is None else []
-        missing = [*wanted, *((c, who) for c, who in self.required(domain) if c not in row)]
+        required = self.required(domain) if scene is None else self.required(domain, played=True)
+        missing = [*wanted, *((c, who) for c, who in required if c not in row)]
         if missing or content is None:
             column, who = missing[0]
             raise DataError(
                 f"{self.name}: row {number + 1} lacks the column '{column}', which {who} needs; it has {', '.join(sorted(row))}."
             )
+        if scene is not None:
+            return Prompt(Prompt.stable_id([domain, content, row]), domain, content, (), row, self.stream, scene)
         tokens = self.renderer.prompt(content, chat=self.config.chat, system=self.config.system)
         if not tokens:
             raise DataError(f"{self.name}: row {number + 1} has an empty prompt.")
         return Prompt(Prompt.stable_id([domain, content]), domain, content, tokens, row, self.stream)
+
+    def _scene(self, row: Row) -> Scene | None:
+        """The environment that a row is played in, if any."""
+        config, default = self.config, self.environment
+        named = row.get("environment") if default.use is not None else None
+        use = config.environment or named or default.use
+        if use is None or use == "none":
+            return None
+        args = config.environment_args
+        if args is None:
+            args = default.args if use == default.use else {}
+        return Scene(str(use), args, config.chat, config.system)
 
     def _content(self, row: Row) -> tuple[Content | None, Row]:
         """The prompt of a row. A conversation that ends with the assistant's turn gives that turn as the completion."""
@@ -124,7 +149,14 @@ class _Stream:
 class PromptSource:
     """Draws prompts from the mixture."""
 
-    def __init__(self, config: DataConfig, seed: int, renderer: Renderer, required: RequiredColumns = no_columns) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        seed: int,
+        renderer: Renderer,
+        required: RequiredColumns = no_columns,
+        environment: EnvironmentConfig = NONE,
+    ) -> None:
         self.config = config
         self.overlong = 0
         self._draws = 0
@@ -133,7 +165,7 @@ class PromptSource:
         self.shares = {name: share for name, share in config.mixture.items() if share} if config.mixture else {"": 1.0}
         self._streams = [
             _Stream(
-                Reader(f"data.train.{name}", dataset, renderer, required, name if config.mixture else ""),
+                Reader(f"data.train.{name}", dataset, renderer, required, environment, name if config.mixture else ""),
                 read(f"data.train.{name}", dataset, seed),
                 mixture[name] / total,
                 f"{seed}/{name}" if config.shuffle else None,

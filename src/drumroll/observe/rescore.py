@@ -18,9 +18,9 @@ from drumroll.cluster.workers import open_workers
 from drumroll.config import RLConfig
 from drumroll.errors import StoreError
 from drumroll.rewards import Scorer
-from drumroll.sample import Prompt, Sample, StopReason
+from drumroll.sample import ENVIRONMENT, Prompt, Sample, StopReason
 from drumroll.stages import open_scorer
-from drumroll.store.rollouts import SCHEMA, read_samples
+from drumroll.store.rollouts import SCHEMA, TEXTS, read_samples
 
 FOLDER = "rescored"
 AT_ONCE = 64
@@ -72,7 +72,8 @@ async def _again(row: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
     messages = tuple(json.loads(content)) if content.startswith("[{") else content
     prompt = Prompt(row["prompt_id"], row["domain"], messages, (), row["columns"])
     stop = StopReason(row["stop"]) if row["stop"] else None
-    sample = Sample(prompt, 0, 0, completion=row["completion"], stop=stop)
+    given = {name: value for name, value in row["rewards"].items() if name == ENVIRONMENT}  # an episode is not played again
+    sample = Sample(prompt, 0, 0, completion=row["completion"], stop=stop, rewards=given)
     await scorer.score(sample)
     failure = str(sample.failure) if sample.failure else None
     return {**row, "reward": sample.reward, "rewards": sample.rewards, "failure": failure}
@@ -88,7 +89,7 @@ def _count(total: dict[str, float], before: Mapping[str, Any], after: Mapping[st
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(exist_ok=True)
-    texts = [{**row, **{c: json.dumps(row[c], default=str) for c in ("columns", "rewards", "history")}} for row in rows]
+    texts = [{**row, **{c: json.dumps(row[c], default=str) for c in TEXTS}} for row in rows]
     temporary = path.with_suffix(".tmp")
     pq.write_table(pa.Table.from_pylist(texts, schema=SCHEMA), temporary, compression="zstd")
     os.replace(temporary, path)

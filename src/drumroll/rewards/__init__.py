@@ -24,7 +24,7 @@ from drumroll.config.reward import ALL_DOMAINS, RewardConfig
 from drumroll.config.sandbox import SandboxConfig
 from drumroll.errors import ConfigError, MissingExtra
 from drumroll.registry import Registry
-from drumroll.sample import Failure, Sample
+from drumroll.sample import ENVIRONMENT, Failure, Sample
 from drumroll.sandbox import Sandbox, open_sandbox
 
 RewardFunction = Callable[..., Any]
@@ -212,21 +212,24 @@ class Scorer:
         """The rewards that take a service."""
         return [r.name for rewards in self._rewards.values() for r in rewards if service in r.arguments]
 
-    def rewards(self, domain: str) -> list[Reward]:
-        """The rewards of a domain, or those for all."""
+    def rewards(self, domain: str, *, played: bool = False) -> list[Reward]:
+        """The rewards of a domain, or those for all. One that is `played` in an environment needs no others."""
         found = self._rewards.get(domain) or self._rewards.get(ALL_DOMAINS)
         if not found:
+            if played:
+                return []
             raise ConfigError(f"no reward for domain '{domain}'; `reward` names {', '.join(self._rewards) or 'none'}.")
         return found
 
-    def required_columns(self, domain: str) -> list[tuple[str, str]]:
+    def required_columns(self, domain: str, *, played: bool = False) -> list[tuple[str, str]]:
         """(column, reward that asks for it) of a domain's rows."""
-        return [(column, f"reward '{r.name}'") for r in self.rewards(domain) for column in r.columns]
+        return [(column, f"reward '{r.name}'") for r in self.rewards(domain, played=played) for column in r.columns]
 
     async def score(self, sample: Sample) -> None:
-        """Fill in the sample's reward, or its failure."""
-        total, applicable = 0.0, False
-        for reward in self.rewards(sample.prompt.domain):
+        """Fill in the sample's reward, or its failure. What an environment gave counts in full."""
+        played = ENVIRONMENT in sample.rewards
+        total, applicable = sample.rewards.get(ENVIRONMENT, 0.0), played
+        for reward in self.rewards(sample.prompt.domain, played=played):
             try:
                 value = await reward(sample, self.pool, self.timeout, self._services)
             except Exception as error:

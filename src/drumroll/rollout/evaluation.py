@@ -7,13 +7,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from drumroll.config.environment import NONE, EnvironmentConfig
 from drumroll.config.eval import EvalConfig, EvalSetConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.data.rows import read
 from drumroll.data.source import Reader, RequiredColumns
 from drumroll.engines import EngineLost, Request, Sampling
+from drumroll.envs.episodes import Episodes
+from drumroll.envs.metrics import measures
 from drumroll.errors import DataError, NoEngines
+from drumroll.rollout.lifecycle import SampleFailed
 from drumroll.rollout.router import Router
 from drumroll.rollout.scheduler import Decode, Score
 from drumroll.sample import Owner, Prompt, Sample, Trace, sample_seed
@@ -28,11 +32,17 @@ class EvalSet:
     prompts: list[Prompt]
 
 
-def open_sets(config: EvalConfig, renderer: Renderer, required: RequiredColumns, longest: int) -> list[EvalSet]:
+def open_sets(
+    config: EvalConfig,
+    renderer: Renderer,
+    required: RequiredColumns,
+    longest: int,
+    environment: EnvironmentConfig = NONE,
+) -> list[EvalSet]:
     """Read all sets. A prompt longer than `longest` is refused: dropping it would change what is measured."""
     sets = []
     for name, each in config.sets.items():
-        reader = Reader(f"eval.sets.{name}", each, renderer, required)
+        reader = Reader(f"eval.sets.{name}", each, renderer, required, environment)
         rows = list(read(reader.name, each, seed=0))
         if not rows:
             raise DataError(f"eval.sets.{name} holds no rows.")
@@ -58,6 +68,7 @@ class Evaluator:
         decode: Decode,
         seed: int,
         rollout: RolloutConfig,
+        episodes: Episodes | None = None,
     ) -> None:
         self.config = config
         self.sets = sets
@@ -66,6 +77,7 @@ class Evaluator:
         self.decode = decode
         self.seed = seed
         self.rollout = rollout
+        self.episodes = episodes
 
     async def run(self, step: int) -> tuple[dict[str, float], list[Sample]]:
         """Metrics of all sets, and the samples they rest on (without the additional `sampled` ones)."""
@@ -87,29 +99,49 @@ class Evaluator:
         samples = [Sample(prompt, draw, i) for draw, prompt in enumerate(each.prompts) for i in range(count)]
 
         async def one(sample: Sample) -> None:
-            seed = sample_seed(self.seed, stream, sample.draw, sample.index)
-            place = sample.draw * count + sample.index
-            request = Request(f"{stream}/{sample.id}", sample.prompt.tokens, sampling, seed, place)
-            await self._attempt(sample, request)
-            await self.scorer.score(sample)
+            await self.attempt(sample, sampling, count, each.name, stream)
+            if sample.failure is None:
+                await self.scorer.score(sample)
 
         await asyncio.gather(*(one(sample) for sample in samples))
         return samples
 
-    async def _attempt(self, sample: Sample, request: Request) -> None:
-        """One completion; an engine lost on the way is one more try on another."""
+    async def attempt(self, sample: Sample, sampling: Sampling, count: int, name: str, stream: str) -> None:
+        """One completion, or one episode, which starts the same at every step."""
+        episode = self.episodes.open(sample, f"eval/{name}") if self.episodes is not None else None
+        if episode is None:
+            trace = Trace()
+            trace.extend(list(sample.prompt.tokens), Owner.PROMPT)
+            sample.traces = [trace]
+            await self._turn(sample, sampling, count, stream)
+            sample.completion = self.decode(trace.policy_tokens())
+            return
+        try:
+            goes_on = await episode.begin()
+            while goes_on:
+                await self._turn(sample, sampling, count, stream)
+                goes_on = await episode.answer()
+        except SampleFailed as failed:
+            sample.failure = failed.failure
+        finally:
+            episode.close()
+
+    async def _turn(self, sample: Sample, sampling: Sampling, count: int, stream: str) -> None:
+        """What the policy writes at the end of the last trace; an engine lost on the way is one more try on another."""
+        trace, number = sample.traces[-1], len(sample.traces) - 1
+        seed = sample_seed(self.seed, f"{stream}/{number}" if number else stream, sample.draw, sample.index)
+        place = sample.draw * count + sample.index
+        name = f"{stream}/{sample.id}#{number}.{len(trace.tokens)}"
+        request = Request(name, tuple(trace.tokens), sampling, seed, place)
         while True:
             try:
-                done = await self.router.generate(request, sample.prompt.id, request.place, math.inf, lambda: None)
+                done = await self.router.generate(request, sample.prompt.id, place, math.inf, lambda: None)
                 break
             except EngineLost:
                 if self.router.hopeless is not None:
                     raise NoEngines(f"the evaluation cannot go on: {self.router.hopeless}") from None
-        trace = Trace()
-        trace.extend(list(request.tokens), Owner.PROMPT)
         trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)
-        sample.traces, sample.stop = [trace], done.stop
-        sample.completion = self.decode(done.tokens)
+        sample.stop = done.stop
 
     def _metrics(self, name: str, samples: list[Sample], count: int) -> dict[str, float]:
         """A failed sample counts as 0: an evaluation must not improve by failing."""
@@ -119,7 +151,7 @@ class Evaluator:
             groups = [rewards[i : i + count] for i in range(0, len(rewards), count)]
             passed = [max(g) > self.config.pass_threshold for g in groups]
             metrics[f"{name}/pass@{count}"] = sum(passed) / len(passed)
-        return metrics
+        return metrics | {f"{name}/{kind}": value for kind, value in measures(samples).items()}
 
     def score(self, metrics: Mapping[str, float]) -> float:
         """The number by which checkpoints are compared."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from drumroll.sample import Fate, Group, Sample, State
+from drumroll.sample import Failure, Fate, Group, Sample, State
 
 Stage = State | Fate
 
@@ -17,13 +17,21 @@ ENDINGS: frozenset[Stage] = frozenset({Fate.FAILED, Fate.ABORTED, Fate.STALE, Fa
 """What can happen to a sample at any moment before it has its fate."""
 
 NEXT: dict[State, frozenset[Stage]] = {
-    State.QUEUED: ENDINGS | {State.GENERATING},
+    State.QUEUED: ENDINGS | {State.GENERATING, State.ACTING},
     State.GENERATING: ENDINGS | {State.ACTING, State.SCORING, State.QUEUED},
     State.ACTING: ENDINGS | {State.QUEUED, State.SCORING},
     State.SCORING: ENDINGS | {State.SCORED, State.SCORING},
     State.SCORED: ENDINGS | {State.ACCEPTED, Fate.FILTERED},
     State.ACCEPTED: ENDINGS | {Fate.TRAINED, Fate.BASELINE},
 }
+
+
+class SampleFailed(Exception):
+    """Ends a sample: what failed, at which boundary."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
 
 
 @dataclass(frozen=True, slots=True)

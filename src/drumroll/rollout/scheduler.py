@@ -19,7 +19,7 @@ import asyncio
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Request, Sampling
 from drumroll.errors import RolloutError
 from drumroll.rollout.filters import Filter, find_filter
-from drumroll.rollout.lifecycle import DrawEvent, Event, Listener, Stage, legal
+from drumroll.rollout.lifecycle import DrawEvent, Event, Listener, SampleFailed, Stage, legal
 from drumroll.rollout.places import Places
 from drumroll.rollout.router import Router
 from drumroll.rollout.stats import LengthBias, StepStats
@@ -67,10 +67,26 @@ class Score(Protocol):
     async def score(self, sample: Sample) -> None: ...
 
 
-class Act(Protocol):
-    """An environment's side of an episode: the tokens it answers with, or None when the episode is over."""
+class Episode(Protocol):
+    """A sample's dealings with its environment; both calls keep deadlines of their own."""
 
-    async def __call__(self, sample: Sample) -> list[int] | None: ...
+    async def begin(self) -> bool:
+        """Give the sample its first trace; whether the policy has a turn."""
+        ...
+
+    async def answer(self) -> bool:
+        """Take the turn that stands at the end of the sample's last trace; whether the policy has another."""
+        ...
+
+    def close(self) -> None: ...
+
+
+OpenEpisode = Callable[[Sample], Episode | None]
+
+
+def answered_once(sample: Sample) -> Episode | None:
+    """No environment: a prompt gets one answer."""
+    return None
 
 
 @dataclass(eq=False)
@@ -120,7 +136,7 @@ class Rollouts:
         scorer: Score,
         decode: Decode,
         *,
-        act: Act | None = None,
+        episodes: OpenEpisode = answered_once,
         greedy: bool = False,
         listeners: Sequence[Listener] = (),
         clock: Callable[[], float] = time.time,
@@ -131,7 +147,7 @@ class Rollouts:
         self.router = router
         self.scorer = scorer
         self.decode = decode
-        self.act = act
+        self.episodes = episodes
         self.greedy = greedy  # every group has one greedy sample more, for a baseline
         self.listeners = list(listeners)
         self.clock = clock
@@ -323,7 +339,7 @@ class Rollouts:
         try:
             await self._episode(flight, sample)
             await self._score(sample)
-        except _Failed as failed:
+        except SampleFailed as failed:
             sample.failure = failed.failure
             self._current.failed.append(sample)
             self._move(sample, Fate.FAILED)
@@ -338,32 +354,36 @@ class Rollouts:
             self._changed.set()
 
     async def _episode(self, flight: _Flight, sample: Sample) -> None:
-        """Turns of generation and environment until one of them ends it."""
-        trace = Trace()
-        trace.extend(list(sample.prompt.tokens), Owner.PROMPT)
-        sample.traces = [trace]
-        while True:
-            await self._generate(flight, sample, trace)
-            answer = None
-            if self.act is not None and sample.stop in (StopReason.EOS, StopReason.STOP_STRING):
-                answer = await self._answer(self.act, sample)
-            if answer is None:
-                break
-            trace.extend(answer, Owner.ENVIRONMENT)
-            self._move(sample, State.QUEUED)
-        sample.completion = self.decode(trace.policy_tokens())
+        """Turns of environment and generation until one of them ends it; without an environment, one generation."""
+        episode = self.episodes(sample)
+        if episode is None:
+            trace = Trace()
+            trace.extend(list(sample.prompt.tokens), Owner.PROMPT)
+            sample.traces = [trace]
+            await self._generate(flight, sample)
+            sample.completion = self.decode(trace.policy_tokens())
+            return
+        try:
+            goes_on = await self._act(sample, episode.begin)
+            while goes_on:
+                self._move(sample, State.QUEUED)
+                await self._generate(flight, sample)
+                goes_on = await self._act(sample, episode.answer)
+        finally:
+            episode.close()
 
-    async def _generate(self, flight: _Flight, sample: Sample, trace: Trace) -> None:
+    async def _generate(self, flight: _Flight, sample: Sample) -> None:
         """One turn. An interrupted one goes on from its tokens; a lost or late one is tried again, within the budget."""
         written = tries = 0
+        trace, number = sample.traces[-1], len(sample.traces) - 1
         manner, key = self._manner(flight.group), (sample.draw, sample.attempt)
         limit = manner.sampling.max_tokens
-        seed = sample_seed(self.seed, "train", sample.draw, sample.index)
+        seed = sample_seed(self.seed, f"train/{number}" if number else "train", sample.draw, sample.index)
         place = sample.draw * (self.config.most_samples + self.greedy) + sample.index + self.greedy
         how = replace(manner.sampling, temperature=0.0) if sample.index == GREEDY else manner.sampling
         while True:
             sampling = how if not written else replace(how, max_tokens=limit - written)
-            request = Request(f"{sample.id}#{tries}.{len(trace.tokens)}", tuple(trace.tokens), sampling, seed, place)
+            request = Request(f"{sample.id}#{tries}.{number}.{len(trace.tokens)}", tuple(trace.tokens), sampling, seed, place)
             try:
                 done = await self.router.generate(
                     request, key, place, self.config.generation_timeout, lambda: self._move(sample, State.GENERATING)
@@ -371,7 +391,7 @@ class Rollouts:
             except Exception as error:
                 tries += 1
                 if tries > self.config.retries:
-                    raise _Failed(error, "generation", self.config.generation_timeout) from None
+                    raise _failed(error, "generation", self.config.generation_timeout) from None
                 self._current.retried += 1
                 self._move(sample, State.QUEUED)
                 continue
@@ -385,13 +405,14 @@ class Rollouts:
                 return
             self._move(sample, State.QUEUED)
 
-    async def _answer(self, act: Act, sample: Sample) -> list[int] | None:
+    async def _act(self, sample: Sample, deed: Callable[[], Awaitable[bool]]) -> bool:
         self._move(sample, State.ACTING)
         try:
-            async with asyncio.timeout(self.config.environment_timeout):
-                return await act(sample)
+            return await deed()
+        except SampleFailed:
+            raise
         except Exception as error:
-            raise _Failed(error, "environment", self.config.environment_timeout) from None
+            raise _failed(error, "environment") from None
 
     async def _score(self, sample: Sample) -> None:
         """Rewards, tried again only after a deadline: an exception would come again."""
@@ -404,7 +425,7 @@ class Rollouts:
             self._current.retried += 1
             self._move(sample, State.SCORING)
         if sample.failure is not None:
-            raise _Failed(sample.failure)
+            raise SampleFailed(sample.failure)
         self._lengths.finished(sample)
         self._move(sample, State.SCORED)
 
@@ -580,16 +601,9 @@ class Rollouts:
 _Verdict = tuple[Fate, str] | None
 
 
-class _Failed(Exception):
-    """Ends a sample: what failed, at which boundary."""
-
-    def __init__(self, error: BaseException | Failure, boundary: str = "", seconds: float = 0.0) -> None:
-        super().__init__(str(error))
-        if isinstance(error, Failure):
-            self.failure = error
-        else:
-            text = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else str(error)
-            self.failure = Failure(type(error).__name__, boundary, text)
+def _failed(error: BaseException, boundary: str, seconds: float = 0.0) -> SampleFailed:
+    text = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) and seconds else str(error)
+    return SampleFailed(Failure(type(error).__name__, boundary, text))
 
 
 def _oldest(group: Group) -> Version:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,13 @@ SCHEMA = pa.schema(
         ("failure", pa.string()),
         ("history", pa.string()),
         ("traces", pa.list_(TRACE)),
+        ("turns", pa.string()),
+        ("success", pa.bool_()),
+        ("notes", pa.list_(pa.string())),
     ]
 )
+TEXTS = ("columns", "rewards", "history", "turns")
+"""Columns that are kept as JSON."""
 
 
 def _row(step: int, kind: str, sample: Sample) -> dict[str, Any]:
@@ -62,6 +68,9 @@ def _row(step: int, kind: str, sample: Sample) -> dict[str, Any]:
             {"tokens": t.tokens, "owners": [int(o) for o in t.owners], "logprobs": t.logprobs, "versions": t.versions}
             for t in sample.traces
         ],
+        "turns": json.dumps([asdict(turn) for turn in sample.turns]),
+        "success": sample.success,
+        "notes": [str(note) for note in sample.notes],
     }
 
 
@@ -74,6 +83,13 @@ def write_samples(path: Path, step: int, kind: str, samples: Sequence[Sample]) -
 def read_samples(path: Path) -> Iterator[dict[str, Any]]:
     """Read them back as plain rows."""
     for row in pq.read_table(path).to_pylist():
-        for column in ("columns", "rewards", "history"):
-            row[column] = json.loads(row[column])
+        for column in TEXTS:
+            row[column] = json.loads(row.get(column) or "[]")
         yield row
+
+
+def read_troubles(path: Path) -> Iterator[tuple[str, str]]:
+    """What is told of failed and odd samples, each with its id."""
+    columns = [name for name in ("id", "failure", "notes") if name in pq.read_schema(path).names]
+    for row in pq.read_table(path, columns=columns).to_pylist():
+        yield from ((row["id"], text) for text in (row["failure"], *(row.get("notes") or ())) if text)

@@ -4,8 +4,8 @@ An estimator is one function of `Scores`; a user's own is named as `module:funct
 `ESTIMATORS.register(name, ...)` where it has traits.
 """
 
-from drumroll.algorithms.advantages import dr_grpo, gae, grpo, opo, pass_at_k, positive, reinforce, remax, rloo
-from drumroll.algorithms.advantages.parts import ESTIMATORS, Estimator, Scores
+from drumroll.algorithms.advantages import dr_grpo, gae, gigpo, grpo, opo, pass_at_k, positive, reinforce, remax, rloo, turns
+from drumroll.algorithms.advantages.parts import ESTIMATORS, Estimator, Scores, TurnScores
 
-__all__ = ["ESTIMATORS", "Estimator", "Scores"]
-METHODS = (dr_grpo, gae, grpo, opo, pass_at_k, positive, reinforce, remax, rloo)
+__all__ = ["ESTIMATORS", "Estimator", "Scores", "TurnScores"]
+METHODS = (dr_grpo, gae, gigpo, grpo, opo, pass_at_k, positive, reinforce, remax, rloo, turns)

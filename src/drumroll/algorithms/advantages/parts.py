@@ -15,6 +15,20 @@ EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
+class TurnScores:
+    """The turns of the samples, in order."""
+
+    sample_of: Tensor  # [turns]
+    rewards: Tensor  # [turns]
+    anchor_of: Tensor  # [turns] equal where a group's members began a turn in the same state; -1 where none is known
+    of_token: Tensor  # [trained tokens]
+
+    def returns(self, discount: float) -> Tensor:
+        """[turns] the rewards from each turn on, later ones discounted."""
+        return discounted(self.rewards, self.sample_of, discount)
+
+
+@dataclass(frozen=True)
 class Scores:
     """Per sample: shaped reward, group, number of policy tokens. Per trained token: reward, value, and whose it is."""
 
@@ -27,6 +41,7 @@ class Scores:
     values: Tensor | None = None  # [trained tokens] the critic's; with needs=("values",)
     trace_of: Tensor | None = None  # [trained tokens]
     passed: Tensor | None = None  # [samples] whether the reward was above 0, before anything was taken from it
+    turns: TurnScores | None = None  # with the trait `turns`
 
     def successes(self) -> Tensor:
         """[samples] whether a sample passed."""
@@ -35,7 +50,7 @@ class Scores:
 
 Estimator = Callable[[Scores], Tensor]
 ESTIMATORS: Registry[Estimator] = Registry("algorithm.advantage")
-"""Traits: `grouped` (compares the samples of a group), `per_token` (returns [trained tokens]), `needs`."""
+"""Traits: `grouped` (compares the samples of a group), `per_token` (returns [trained tokens]), `turns`, `needs`."""
 
 
 def discounted(values: Tensor, trace_of: Tensor, decay: float) -> Tensor:

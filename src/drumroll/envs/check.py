@@ -1,0 +1,200 @@
+"""Is an environment fit to train on? It is played in a process of its own, so that nothing it does can hurt.
+
+Every finding is a fact: passed, failed, or merely told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from drumroll.cluster.pool import KillablePool, RemoteError, WorkerDied
+from drumroll.envs import Observation, Step
+from drumroll.envs.host import Stage, where
+
+SEEDS = 20
+LONGEST = 200
+"""Turns after which an episode counts as endless."""
+MALFORMED = ("", "%%%", "x" * 10_000)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact; `passed` is None where nothing is right or wrong."""
+
+    name: str
+    passed: bool | None
+    note: str
+
+
+Record = list[tuple[Any, ...]]
+
+
+async def examine(use: str, args: dict[str, Any], seconds: float = 120.0) -> list[Finding]:
+    """Play it; one that hangs or kills its process is a finding too."""
+    kind = where(use)
+    pool = KillablePool(1)
+    found: list[tuple[str, bool | None, str]]
+    try:
+        found = await pool.call("drumroll.envs.check:inspect", {"use": use, "args": args, "seconds": seconds / 2}, seconds)
+    except TimeoutError:
+        found = [("ends in time", False, f"it was still playing after {seconds:g} s: a call hangs or is very slow")]
+    except (WorkerDied, RemoteError) as error:
+        found = [("stays alive", False, str(error))]
+    finally:
+        await pool.close()
+    return [Finding("runs", None, f"{kind}: {WHERE[kind]}"), *(Finding(*each) for each in found)]
+
+
+WHERE = {
+    "inline": "on the event loop, so it must never block",
+    "loop": "on an event loop that environments share",
+    "thread": "in threads, for calls that wait for others",
+    "process": "in processes that can be killed",
+}
+
+
+def inspect(use: str, args: dict[str, Any], seconds: float) -> list[tuple[str, bool | None, str]]:
+    """All findings, as plain data; runs in the process."""
+    return asyncio.run(_inspect(use, args, seconds))
+
+
+async def _inspect(use: str, args: dict[str, Any], seconds: float) -> list[tuple[str, bool | None, str]]:
+    found: list[tuple[str, bool | None, str]] = []
+    began, globals_before = time.perf_counter(), _global_state()
+    try:
+        first = await _episode(use, args, 0)
+    except Exception as error:
+        return [("answers", False, f"{type(error).__name__}: {error}")]
+    found.append(("answers", True, "an observation, then steps of the right types"))
+    again = await _episode(use, args, 0)
+    found.append(_same("same seed, same episode", first, again))
+    others = [await _episode(use, args, seed, most=1) for seed in range(1, 6)]
+    differ = sum(other[0] != first[0] for other in others)
+    found.append(("seeds matter", differ > 0, f"{differ} of {len(others)} other seeds begin differently"))
+    untouched = all(before in ("", after) for before, after in zip(globals_before, _global_state(), strict=True))
+    found.append(("leaves the global generators alone", untouched, "" if untouched else "random or numpy.random was used"))
+    found.append(await _odd_turns(use, args))
+    ended = len(first) <= LONGEST
+    found.append(("ends by itself", None, f"after {len(first) - 1} turns" if ended else f"not within {LONGEST} turns"))
+    for name in ("oracle", "random_action"):
+        found += await _policy(use, args, name, began + seconds)
+    return [*found, await _speed(use, args)]
+
+
+async def _episode(use: str, args: dict[str, Any], seed: int, most: int = LONGEST) -> Record:
+    """An episode by its own random player, else by numbers; [(observation,), (text, step), ...]."""
+    stage = Stage(use, args)
+    try:
+        record: Record = [(await stage.reset(seed, {}),)]
+        choose = _chooser(stage, "random_action")
+        for turn in range(most):
+            text = choose() if choose else str(turn % 4)
+            step = await stage.step(text)
+            record.append((text, step))
+            if step.terminated or step.truncated:
+                break
+        return record
+    finally:
+        stage.close()
+
+
+def _chooser(stage: Stage, name: str) -> Callable[[], str] | None:
+    return getattr(stage.environment, name, None)
+
+
+def _same(name: str, first: Record, again: Record) -> tuple[str, bool, str]:
+    for turn, (a, b) in enumerate(zip(first, again, strict=False)):
+        if a != b:
+            return name, False, f"turn {turn} differs: {_short(a[-1])} and {_short(b[-1])}"
+    return name, len(first) == len(again), f"{len(first) - 1} turns played twice"
+
+
+def _short(answer: Observation | Step) -> str:
+    return f"{answer!r:.60}"
+
+
+async def _odd_turns(use: str, args: dict[str, Any]) -> tuple[str, bool, str]:
+    stage = Stage(use, args)
+    try:
+        await stage.reset(0, {})
+        for text in MALFORMED:
+            step = await stage.step(text)
+            if step.terminated or step.truncated:
+                return "bears malformed turns", True, "they end the episode"
+    except Exception as error:
+        return "bears malformed turns", False, f"{type(error).__name__}: {error}"
+    finally:
+        stage.close()
+    return "bears malformed turns", True, "they are answered"
+
+
+async def _policy(use: str, args: dict[str, Any], name: str, until: float) -> list[tuple[str, bool | None, str]]:
+    """How well its own oracle or random player does, where it has one."""
+    total, wins, played = 0.0, 0, 0
+    for seed in range(SEEDS):
+        stage = Stage(use, args)
+        try:
+            await stage.reset(seed, {})
+            choose = _chooser(stage, name)
+            if choose is None or time.perf_counter() > until:
+                break
+            played += 1
+            for _ in range(LONGEST):
+                step = await stage.step(choose())
+                total += step.reward
+                if step.terminated or step.truncated:
+                    wins += bool(step.info.get("success"))
+                    break
+        except Exception as error:
+            return [(name, False, f"seed {seed}: {type(error).__name__}: {error}")]
+        finally:
+            stage.close()
+    if not played:
+        return [(name, None, "it has none")]
+    note = f"success {wins / played:.2f}, mean reward {total / played:.3g} over {played} seeds"
+    return [(name, wins == played if name == "oracle" else None, note)]
+
+
+async def _speed(use: str, args: dict[str, Any], seconds: float = 0.5) -> tuple[str, None, str]:
+    resets = steps = 0
+    reset_time = step_time = 0.0
+    while reset_time + step_time < seconds:
+        stage = Stage(use, args)
+        began = time.perf_counter()
+        await stage.reset(resets, {})
+        choose = _chooser(stage, "random_action")
+        reset_time, resets = reset_time + time.perf_counter() - began, resets + 1
+        for turn in range(20):
+            text = choose() if choose else str(turn % 4)
+            began = time.perf_counter()
+            step = await stage.step(text)
+            step_time, steps = step_time + time.perf_counter() - began, steps + 1
+            if step.terminated or step.truncated:
+                break
+        stage.close()
+    return "speed", None, f"reset {1e3 * reset_time / resets:.3g} ms, step {1e3 * step_time / max(1, steps):.3g} ms"
+
+
+def _global_state() -> tuple[str, ...]:
+    """What the process-wide generators stand at; an environment that moves them is not reproducible beside others."""
+    numpy = sys.modules.get("numpy")
+    return (str(random.getstate()), str(numpy.random.get_state()) if numpy is not None else "")
+
+
+def findings_table(use: str, findings: list[Finding]) -> Table:
+    """For the terminal."""
+    table = Table("check", "", title=f"environment {use}", title_justify="left")
+    table.add_column("found", overflow="fold")
+    marks = {True: Text("ok", "green"), False: Text("fails", "red"), None: Text("")}
+    for finding in findings:
+        table.add_row(finding.name, marks[finding.passed], Text(finding.note))
+    return table

@@ -1,0 +1,193 @@
+"""Episodes: the turns of a policy and an environment as token-exact traces, rewards and endings.
+
+What the engine saw and what it wrote stand in the trace as they were, token by token. An environment that raises, hangs,
+crashes or answers nonsense ends its episode with a typed failure, never the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from drumroll.cluster.pool import RemoteError
+from drumroll.config.environment import EnvironmentConfig
+from drumroll.data.conversation import Conversation, check_template
+from drumroll.data.render import Renderer
+from drumroll.envs import Observation, Step
+from drumroll.envs.host import find
+from drumroll.envs.places import Place, Places
+from drumroll.rewards import Pool
+from drumroll.rollout.lifecycle import SampleFailed
+from drumroll.sample import ENVIRONMENT, Failure, Owner, Sample, Scene, StopReason, Trace, Turn, episode_seed
+
+T = TypeVar("T")
+
+
+class Episodes:
+    """Opens the episodes of a run."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        seed: int,
+        renderer: Renderer,
+        decode: Callable[[list[int]], str],
+        context: int,
+        open_pool: Callable[[int], Pool],
+    ) -> None:
+        self.config = config
+        self.seed = seed
+        self.renderer = renderer
+        self.decode = decode
+        self.context = context
+        self.places = Places(config, open_pool)
+        self._stable: set[tuple[bool | None, str | None]] = set()
+        if config.use is not None:
+            find(config.use)  # a wrong name is told before anything starts
+
+    def open(self, sample: Sample, stream: str = "train") -> Episode | None:
+        """The episode of a sample, or None when its prompt is answered once. A row's own `seed` column wins."""
+        scene = sample.prompt.scene
+        if scene is None:
+            return None
+        if self.config.mode == "trajectory" and (scene.chat, scene.system) not in self._stable:
+            check_template(self.renderer, chat=scene.chat, system=scene.system)
+            self._stable.add((scene.chat, scene.system))
+        own = sample.prompt.columns.get("seed")
+        seed = episode_seed(self.seed, stream, sample.draw) if own is None else int(own)
+        return Episode(self, sample, scene, seed, self.places.open(scene))
+
+    async def close(self) -> None:
+        """End all processes."""
+        await self.places.close()
+
+
+class Episode:
+    """One sample's way through its environment."""
+
+    def __init__(self, episodes: Episodes, sample: Sample, scene: Scene, seed: int, place: Place) -> None:
+        self.config = episodes.config
+        self.context = episodes.context
+        self.renderer = episodes.renderer
+        self.decode = episodes.decode
+        self.sample = sample
+        self.scene = scene
+        self.seed = seed
+        self.place = place
+        self._conversation: Conversation | None = None
+        self._written = 0  # tokens of the last trace before the policy's turn
+        self._state = ""
+        self._printed = False
+
+    async def begin(self) -> bool:
+        """Reset, and show the policy the first observation."""
+        config, scene = self.config, self.scene
+        self.sample.traces, self.sample.turns, self.sample.notes, self.sample.success = [], [], [], None
+        first = await self._guard(
+            "reset", config.reset_timeout, self.place.reset(self.seed, self.sample.prompt.columns, config.reset_timeout)
+        )
+        self._state = digest(first)
+        self._conversation = Conversation(self.renderer, first, chat=scene.chat, system=scene.system)
+        return self._show(self._conversation.prompt())
+
+    async def answer(self) -> bool:
+        """Give the policy's turn to the environment; take its reward; show what it answers, unless the episode is over."""
+        sample, trace = self.sample, self.sample.traces[-1]
+        tokens = trace.tokens[self._written :]
+        turn = Turn(len(sample.traces) - 1, self._written, len(trace.tokens), self._state)
+        sample.turns.append(turn)
+        text = self.decode(tokens)
+        if sample.stop is StopReason.CONTEXT:
+            return self._end(StopReason.CONTEXT, text)
+        limit = self.config.step_timeout
+        step = await self._guard("step", limit, self.place.step(text, limit))
+        self._reward(turn, step)
+        ending = self._ending(step)
+        if ending is not None:
+            return self._end(ending, text)
+        self._state = digest(step.info.get("state", step.observation))
+        return self._next(text, step.observation, tokens)
+
+    def close(self) -> None:
+        """Free what the episode held; a fault in that is nobody's loss any more."""
+        with suppress(Exception):
+            self.place.close()
+
+    async def _guard(self, deed: str, seconds: float, answer: Awaitable[T]) -> T:
+        """What an environment does wrong is its episode's failure."""
+        boundary = f"environment '{self.scene.use}', {deed}"
+        try:
+            got = await answer
+        except Exception as error:
+            kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
+            text = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else str(error)
+            raise SampleFailed(Failure(kind, boundary, text)) from None
+        if self.place.printed and not self._printed:
+            self._printed = True
+            self.sample.notes.append(Failure("Printed", boundary, f"{self.place.printed.strip()!r:.80} on standard output"))
+        return got
+
+    def _reward(self, turn: Turn, step: Step) -> None:
+        turn.effective, turn.malformed = step.info.get("effective"), bool(step.info.get("malformed"))
+        turn.reward = step.reward
+        if turn.malformed:
+            turn.reward -= self.config.format_penalty
+        elif turn.effective is False:
+            turn.reward -= self.config.invalid_penalty
+        self.sample.success = step.info.get("success", self.sample.success)
+
+    def _ending(self, step: Step) -> StopReason | None:
+        """Why the episode ends with this step, if it does."""
+        if step.terminated or step.truncated:
+            if step.info.get("malformed"):
+                return StopReason.MALFORMED
+            if step.info.get("tool_error"):
+                return StopReason.TOOL_ERROR
+            return StopReason.TERMINATED if step.terminated else StopReason.TRUNCATED
+        return StopReason.TURNS if len(self.sample.turns) >= self.config.max_turns else None
+
+    def _next(self, text: str, observation: Observation, written: list[int]) -> bool:
+        """Show an observation: after the turn, or, step by step, in a trace of its own."""
+        conversation = self._conversation
+        assert conversation is not None
+        if self.config.mode == "step":
+            conversation.add(text, observation)
+            return self._show(conversation.window(self.config.history, keep_first=self.config.keep_first))
+        last = written[-1] if written and self.sample.stop is StopReason.EOS else None
+        tokens = conversation.follow(text, observation, last)
+        trace = self.sample.traces[-1]
+        if len(trace.tokens) + len(tokens) >= self.context:
+            return self._end(StopReason.CONTEXT)
+        trace.extend(tokens, Owner.ENVIRONMENT)
+        self._written = len(trace.tokens)
+        return True
+
+    def _show(self, tokens: list[int]) -> bool:
+        """A new trace, if it leaves the policy room to write."""
+        if len(tokens) >= self.context and self.sample.traces:
+            return self._end(StopReason.CONTEXT)
+        trace = Trace()
+        trace.extend(tokens, Owner.PROMPT)
+        self.sample.traces.append(trace)
+        self._written = len(tokens)
+        return True if len(tokens) < self.context else self._end(StopReason.CONTEXT)
+
+    def _end(self, stop: StopReason, text: str | None = None) -> bool:
+        """The episode is over: its reward is the sum of its turns'."""
+        sample, said = self.sample, self._conversation.turns if self._conversation else []
+        sample.stop = stop
+        if stop is StopReason.TURNS:
+            limit = self.config.max_turns
+            sample.notes.append(Failure("Endless", f"environment '{self.scene.use}'", f"no end within max_turns={limit}"))
+        sample.completion = "\n".join(said if text is None else [*said, text])
+        sample.rewards[ENVIRONMENT] = sum(turn.reward for turn in sample.turns)
+        return False
+
+
+def digest(state: Observation) -> str:
+    """A short name of a state: equal for equal states."""
+    text = state if isinstance(state, str) else json.dumps(state, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

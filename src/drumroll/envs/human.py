@@ -1,0 +1,44 @@
+"""A person plays an environment in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from drumroll.envs import Observation
+from drumroll.envs.host import Stage
+
+
+async def play(use: str, args: Mapping[str, Any], seed: int, row: Mapping[str, Any] | None = None) -> float:
+    """One episode by hand; returns what it earned. An empty line is an empty turn; Ctrl-D ends it."""
+    stage = Stage(use, args)
+    total, turns = 0.0, 0
+    show(await stage.reset(seed, row or {}))
+    try:
+        while True:
+            try:
+                text = input("> ")
+            except EOFError:
+                break
+            step = await stage.step(text)
+            turns, total = turns + 1, total + step.reward
+            show(step.observation)
+            facts = [f"{name} {value}" for name, value in step.info.items() if name != "state"]
+            click.echo("  ".join([f"[turn {turns}", f"reward {step.reward:g}", f"total {total:g}", *facts]) + "]")
+            if step.terminated or step.truncated:
+                click.echo("the episode is over")
+                break
+    finally:
+        stage.close()
+    return total
+
+
+def show(observation: Observation) -> None:
+    """Print what the policy would read."""
+    if isinstance(observation, str):
+        click.echo(observation)
+        return
+    for message in observation:
+        click.echo(f"{message['role']}: {message['content']}")
