@@ -79,7 +79,7 @@ class Threaded(Inline):
             return await in_thread(lambda: asyncio.run(stage.step(text)), seconds)
 
 
-async def in_thread(function: Callable[[], T], seconds: float) -> T:
+async def in_thread(function: Callable[[], T], seconds: float | None) -> T:
     """The function's result; past the deadline its thread is left behind, and ends with the process at the latest."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
