@@ -32,6 +32,8 @@ def body(**values):
 
 
 def test_a_request_is_read_and_nulls_are_left_out():
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
+    assert read(body(messages=parts)).conversation() == [{"role": "system", "content": "hi"}]
     asked = read(body(model="m", temperature=None, stop="x", max_completion_tokens=3, tool_choice="none", tools=[]))
     assert (asked.stops(), asked.most(), asked.chosen(), asked.conversation()) == (("x",), 3, {}, [HI])
 
@@ -65,7 +67,7 @@ def test_a_body_that_is_no_request_is_refused(text):
 def test_equal_messages_have_equal_marks_however_they_are_written():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     other = {"id": "2", "function": {"name": "f", "arguments": {"a": 1}}}
-    first = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, {"role": "assistant", "tool_calls": [call]}]
+    first = [HI, {"role": "assistant", "tool_calls": [call], "content": " "}]
     second = [HI, {"role": "assistant", "content": None, "tool_calls": [other], "refusal": None}]
     assert marks(first, []) == marks(second, [])
     assert marks(first, [])[1:] == marks(first, ["t"])[1:]

@@ -50,6 +50,17 @@ class Agents:
         self.endpoint = Endpoint(served, self._find)
         self._opening: asyncio.Task[None] | None = None
 
+    def find(self, use: str) -> Callable[..., Any]:
+        """The function that `agent:module:function` names."""
+        path = agent_path(use)
+        assert path is not None, use
+        function = import_path(path, "environment.use")
+        if not callable(function):
+            raise ConfigError(f"environment.use: '{path}' is a {type(function).__name__}, not a function.")
+        if "client" in inspect.signature(function).parameters and find_spec("openai") is None:
+            raise MissingExtra(f"agent '{path}' asks for an openai `client`, which", "serve")
+        return function
+
     def open(self, sample: Sample, seed: int, stream: str, sampling: Sampling | None) -> AgentEpisode:
         """The episode of a sample whose scene is an agent; in training it samples as the run does."""
         if sampling is None:
@@ -157,7 +168,8 @@ class AgentEpisode:
         return Caller(name, agents.served, line, self.sampling, seed, fixed=True, turns=turns)
 
     async def _call(self, base_url: str) -> Any:
-        function, agents = find_agent(self.scene.use), self.agents
+        agents = self.agents
+        function = agents.find(self.scene.use)
         key, own = agents.endpoint.token, "client" in inspect.signature(function).parameters
         given = {"base_url": base_url, "api_key": key, "model": agents.served.name, "seed": self.seed}
         arguments = self._arguments(function, given)
@@ -189,15 +201,3 @@ class AgentEpisode:
 
     def _failed(self, kind: str, text: str) -> SampleFailed:
         return SampleFailed(Failure(kind, f"agent '{self.name}'", text))
-
-
-def find_agent(use: str) -> Callable[..., Any]:
-    """The function that `agent:module:function` names."""
-    path = agent_path(use)
-    assert path is not None, use
-    function = import_path(path, "environment.use")
-    if not callable(function):
-        raise ConfigError(f"environment.use: '{path}' is a {type(function).__name__}, not a function.")
-    if "client" in inspect.signature(function).parameters and find_spec("openai") is None:
-        raise MissingExtra(f"agent '{path}' asks for an openai `client`, which", "serve")
-    return function

@@ -15,14 +15,22 @@ SENTINEL = "completion-as-sampled-0f7c2"
 
 
 def marks(messages: Sequence[Message], tools: Sequence[Any]) -> list[str]:
-    """What identifies each message, however a client wrote it down; the tools belong to the first."""
-    first = json.dumps(tools, sort_keys=True) if tools else ""
-    return [f"{first if i == 0 else ''}{json.dumps(plain(message), sort_keys=True)}" for i, message in enumerate(messages)]
+    """What identifies each message, however a client wrote it down; the tools belong to the first.
+
+    Blanks around what the model said are often lost on the way back, and mean nothing.
+    """
+    found = []
+    for i, message in enumerate(messages):
+        same = plain(message)
+        if same["role"] == "assistant":
+            same["content"] = same["content"].strip()
+        found.append(json.dumps([same, list(tools) if i == 0 else []], sort_keys=True))
+    return found
 
 
 def plain(message: Message) -> Message:
     """A message as templates read it: its text, tool calls with their arguments as data, nothing that is empty."""
-    found: Message = {"role": message["role"], "content": text_of(message)}
+    found: Message = {"role": message["role"], "content": message.get("content") or ""}
     if message.get("tool_calls"):
         found["tool_calls"] = [
             {"type": "function", "function": {"name": c["function"]["name"], "arguments": _data(c["function"]["arguments"])}}
@@ -31,18 +39,10 @@ def plain(message: Message) -> Message:
     return found | {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
 
 
-def text_of(message: Message) -> str:
-    """The text of a message, whose content may come in parts."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part["text"] for part in content)
-
-
 def whole(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
     """Tokens of a conversation up to where the model writes; without a chat template, its texts end to end."""
     if not renderer.has_template:
-        return list(renderer.prompt("".join(text_of(m) for m in messages), chat=False))
+        return list(renderer.prompt("".join(m["content"] for m in messages), chat=False))
     return renderer.encode(renderer.text([plain(m) for m in messages], tools))
 
 
@@ -54,7 +54,7 @@ def following(
     A template that shows earlier turns otherwise than they were (without their thoughts, say) asks for a new trace.
     """
     if not renderer.has_template:
-        return renderer.encode("".join(text_of(m) for m in messages[covered:]))
+        return renderer.encode("".join(m["content"] for m in messages[covered:]))
     turns = [plain(m) for m in messages]
     said = turns[covered - 1]
     before, now = renderer.text(turns[: covered - 1], tools), renderer.text(turns, tools)

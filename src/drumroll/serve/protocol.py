@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from drumroll.sample import Message, StopReason
 
@@ -20,6 +20,14 @@ class Refused(Exception):
         self.status = status
         self.code = code
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 class _Part(BaseModel):
@@ -39,7 +47,7 @@ class _ToolCall(BaseModel):
 
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
+    content: Annotated[list[_Part] | None, BeforeValidator(_parts)] = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -69,7 +77,7 @@ class Body(BaseModel):
     n: int = Field(1, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] = []
+    stop: Annotated[list[str], BeforeValidator(_listed)] = []
     logprobs: bool = False
     top_logprobs: Literal[0] = 0
     stream: bool = False
@@ -98,11 +106,14 @@ class Body(BaseModel):
     def conversation(self) -> list[Message]:
         """The messages as plain data; a developer's are the system's, which is the name that templates know."""
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
-        return [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+        for message in messages:
+            message["content"] = "".join(part["text"] for part in message.get("content", ()))
+            message["role"] = "system" if message["role"] == "developer" else message["role"]
+        return messages
 
     def stops(self) -> tuple[str, ...]:
         """The strings that end a completion."""
-        return tuple(stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop) if stop)
+        return tuple(stop for stop in self.stop if stop)
 
     def most(self) -> int | None:
         """The most tokens wanted."""
