@@ -144,8 +144,8 @@ def read(text: bytes) -> Body:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or None
         if first["type"] == "extra_forbidden":
-            text = f"the parameter '{name}' is not supported here; leave it out."
-            raise Refused(400, text, code="unsupported_parameter", param=name) from None
+            sentence = f"the parameter '{name}' is not supported here; leave it out."
+            raise Refused(400, sentence, code="unsupported_parameter", param=name) from None
         raise Refused(400, f"{name}: {first['msg']}, got {first['input']!r:.80}.", code="invalid_value", param=name) from None
 
 

@@ -25,7 +25,8 @@ class Call:
 
     def path(self) -> list[Call]:
         """The calls from the first to this one."""
-        path, call = [self], self.parent
+        path: list[Call] = []
+        call: Call | None = self
         while call is not None:
             path.append(call)
             call = call.parent
