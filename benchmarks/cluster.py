@@ -85,7 +85,7 @@ async def main() -> None:
     """Ours and Ray's own calls take turns."""
     runtime = RayRuntime(Pool.of([{Kind.CPU: 2}]), name="cluster")
     try:
-        group: RayGroup[Any] = RayGroup(runtime, Role.ROLLOUT, [Instant], runtime.pool.devices[:1])
+        group: RayGroup[Any] = RayGroup(runtime, Role.ROLLOUT, [Instant], [runtime.pool.devices[:1]])
         actor: Any = ray.remote(Instant)
         bare = actor.options(num_cpus=0, max_concurrency=1000).remote()
         request = Request("0.0", tuple(range(32)), Sampling(1.0, TOKENS), 0)

@@ -1,6 +1,6 @@
 """Run all benchmarks, keep their figures, and write docs/performance.md. Run it with nothing else running.
 
-python benchmarks/collect.py
+python benchmarks/collect.py [BENCHMARK ...]     for example rollout.py "step.py --peer trl"
 """
 
 from __future__ import annotations
@@ -10,21 +10,39 @@ import os
 import platform
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-BENCHMARKS = ("step.py", "scheduler.py", "weights.py", "transfer.py", "cluster.py", "environments.py")
+BENCHMARKS = (
+    "step.py",
+    "step.py --peer trl",
+    "rollout.py",
+    "train.py",
+    "growth.py",
+    "scheduler.py",
+    "weights.py",
+    "transfer.py",
+    "cluster.py",
+    "environments.py",
+    "rewards.py",
+    "code.py",
+)
+PICTURES = {"growth.py": "![tokens per second and cache memory against live sequences, context and model size](growth.svg)"}
 HEAD = """# Performance
 
 Made by `make bench`; do not edit. One JSON object per figure is in [figures.jsonl](figures.jsonl), with all that explains it.
-Repeat a part with `python benchmarks/<name>.py`. Never measure beside another load.
+Repeat a part with `python benchmarks/<name>.py`; `make bench-env smollm2` first brings the peers and the model. Peers run in
+the same run as we do, by turns, in environments of their own. Never measure beside another load.
 """
 
 
 def figures(name: str) -> list[dict[str, Any]]:
     """The figures that a benchmark prints."""
-    out = subprocess.run([sys.executable, str(ROOT / "benchmarks" / name)], stdout=subprocess.PIPE, text=True, check=True)
+    script, *arguments = name.split()
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in out.stdout.splitlines() if line.startswith("{")]
 
 
@@ -35,19 +53,38 @@ def row(figure: dict[str, Any]) -> str:
     return f"| {figure['figure']} | {figure['value']:.4g} {figure['unit']} | {goal} | {holds} |"
 
 
+def remembered() -> dict[str, list[dict[str, Any]]]:
+    """Figures measured before, by benchmark."""
+    path, found = ROOT / "docs" / "figures.jsonl", dict[str, list[dict[str, Any]]]()
+    for line in path.read_text().splitlines() if path.exists() else ():
+        figure = json.loads(line)
+        found.setdefault(figure.get("benchmark", ""), []).append(figure)
+    return found
+
+
 def main() -> None:
-    """All benchmarks, one after the other."""
+    """All benchmarks, or those named, one after the other; of the others the figures measured before are kept."""
+    chosen, found = sys.argv[1:] or list(BENCHMARKS), remembered()
+    if unknown := set(chosen) - set(BENCHMARKS):
+        sys.exit(f"there is no benchmark '{min(unknown)}'; choose among: {', '.join(BENCHMARKS)}")
+    for name in chosen:
+        found[name] = [figure | {"benchmark": name, "measured": date.today().isoformat()} for figure in figures(name)]
+        write(found)
+    print((ROOT / "docs" / "performance.md").read_text())
+
+
+def write(found: dict[str, list[dict[str, Any]]]) -> None:
+    """The page and the figures behind it."""
     machine = f"Measured on {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}."
     lines, kept = [HEAD, machine, ""], []
     for name in BENCHMARKS:
-        found = figures(name)
-        kept += found
-        lines += [f"## `benchmarks/{name}`", "", "| figure | value | goal | holds |", "|---|---|---|---|", *map(row, found), ""]
-    docs = ROOT / "docs"
-    docs.mkdir(exist_ok=True)
-    (docs / "performance.md").write_text("\n".join(lines))
-    (docs / "figures.jsonl").write_text("".join(json.dumps(f) + "\n" for f in kept))
-    print("\n".join(lines))
+        if own := found.get(name, []):
+            kept += own
+            head = f"## `benchmarks/{name}`, {own[0]['measured']}"
+            lines += [head, "", "| figure | value | goal | holds |", "|---|---|---|---|", *map(row, own), ""]
+            lines += [PICTURES[name], ""] if name in PICTURES else []
+    (ROOT / "docs" / "performance.md").write_text("\n".join(lines))
+    (ROOT / "docs" / "figures.jsonl").write_text("".join(json.dumps(f) + "\n" for f in kept))
 
 
 if __name__ == "__main__":

@@ -74,11 +74,12 @@ class Rows:
 
     def __init__(self, use: str) -> None:
         self.use, self.count = use, 0
+        self.shares = {"": 1.0}
 
     def draw(self) -> Prompt:
         """The next one."""
         self.count += 1
-        return Prompt(f"p{self.count}", "d", "", (), {}, Scene(self.use))
+        return Prompt(f"p{self.count}", "d", "", (), scene=Scene(self.use))
 
     def exhausted(self) -> bool:
         """Never."""

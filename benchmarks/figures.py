@@ -26,3 +26,9 @@ def gemm_gflops(dtype: torch.dtype = torch.float32, size: int = 1024, seconds: f
         a @ b
         count += 1
     return count * 2 * size**3 / (time.perf_counter() - began) / 1e9
+
+
+def natural_dtype() -> str:
+    """The type this machine multiplies fastest: bfloat16 where it has instructions for it, else float32."""
+    supported = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if supported else "float32"

@@ -1,26 +1,38 @@
-"""Seconds and tokens per second of a whole training step of the quickstart, and their share of the machine's limit.
+"""A whole training step: of the quickstart against the machine's limit, and of SmolLM2-135M against TRL's GRPOTrainer.
 
-python benchmarks/step.py [recipe.yaml] [key=value ...]
+python benchmarks/step.py [recipe.yaml] [key=value ...]    seconds and tokens per second of a recipe's step
+python benchmarks/step.py --peer trl [--dtype float32] [--variants float32,autocast,bfloat16] [--rounds 3]
+
+Against TRL: 8 prompts × 8 samples of up to 64 tokens, one update, the same model and prompts. We and every variant of TRL
+take turns, a step each, in processes of their own. We run twice: with a reward that differs within every group, so that
+all are trained, and with the task's own, where groups of equal rewards are skipped (which changes no gradient).
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from figures import figure, gemm_gflops
+from contest import ROOT, Contestant, installed
+from figures import figure, gemm_gflops, natural_dtype
 
 import drumroll
-from drumroll.models.loading import load
+from drumroll.data.problems import questions
+from drumroll.models.cores import CORES
+from drumroll.models.loading import load, load_tokenizer
+from drumroll.models.smollm2 import DEFAULT
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "recipe.yaml"
+QUICKSTART = ROOT / "recipes" / "quickstart" / "recipe.yaml"
+OPERATIONS = 8  # per parameter and token: two to decode it, six to train on it
 
 
-def main() -> None:
+def alone(recipe: str, overrides: list[str]) -> None:
     """Train a few steps; report the median step after the first two."""
-    recipe, *overrides = sys.argv[1:] or [str(RECIPE)]
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"output={folder}", "eval={sets: {}}", "checkpoint.every=0"]
         run = drumroll.train(recipe, ["steps=14", *overrides, *fixed])
@@ -32,8 +44,105 @@ def main() -> None:
     facts = {"recipe": Path(recipe).parent.name, "repeats": len(steps), "gemm_gflops": round(limit, 1)}
     stages = {n: round(statistics.median(m[f"time/{n}"] for m in steps), 4) for n in ("rollout", "infer", "train", "publish")}
     figure("step/seconds", seconds, "s", **facts, stages=stages)
-    # Two operations per parameter to decode a token, six to train on it.
-    figure("step/tokens_per_s", tokens / seconds, "tokens/s", **facts, limit=round(limit * 1e9 / (8 * parameters)))
+    figure("step/tokens_per_s", tokens / seconds, "tokens/s", **facts, limit=round(limit * 1e9 / (OPERATIONS * parameters)))
+
+
+def prompts(folder: Path, model: Path) -> Path:
+    """A file of questions in the model's own chat form, for everyone."""
+    tokenizer = load_tokenizer(str(model))
+    path, rows = folder / "prompts.jsonl", questions("train", 0, terms=2, top=12)
+    with path.open("w") as file:
+        for _ in range(2048):
+            row = next(rows)
+            chat = [{"role": "user", "content": row["prompt"]}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            file.write(json.dumps({"prompt": text, "answer": row["answer"]}) + "\n")
+    return path
+
+
+def recipe(folder: Path, model: Path, data: Path, dtype: str) -> Path:
+    """The same step as a recipe of ours."""
+    path = folder / "recipe.yaml"
+    path.write_text(
+        json.dumps(
+            {
+                "name": "step",
+                "model": str(model),
+                "steps": 1000,
+                "data": {"train": {"sums": {"source": str(data), "chat": False}}},
+                "rollout": {"prompts": 8, "samples": 8, "max_tokens": 64},
+                "roles": {"actor": {"dtype": dtype}, "rollout": {"slots": 64}},
+                "reward": "number",
+                "optim": {"lr": 1e-6, "micro_tokens": 2048},
+                "checkpoint": {"every": 0},
+            }
+        )
+    )
+    return path
+
+
+def contest(dtype: str, variants: list[str], rounds: int, model: Path) -> None:
+    """Steps by turns, after one step of each that does not count."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = prompts(folder, model)
+        own = str(recipe(folder, model, data, dtype))
+        players = {
+            "all groups": Contestant("ours_step.py", own, "reward={use: length, args: {target: 1000}}"),
+            "skipping": Contestant("ours_step.py", own),
+            **{f"trl {v}": Contestant("trl_step.py", str(model), v, str(data), environment="trl") for v in variants},
+        }
+        found: dict[str, list[dict[str, Any]]] = {player: [] for player in players}
+        for turn in range(rounds + 1):
+            for player, contestant in players.items():
+                result = contestant.ask(step=turn)
+                print(player, result, file=sys.stderr)
+                if turn:
+                    found[player].append(result)
+        for contestant in players.values():
+            contestant.close()
+    report(found, variants, dtype)
+
+
+def report(found: dict[str, list[dict[str, Any]]], variants: list[str], dtype: str) -> None:
+    """Ratios to each variant of TRL; the figures with goals are against the quickest and, for memory, the fair one."""
+
+    def seconds(player: str) -> float:
+        return statistics.median(r["seconds"] for r in found[player])
+
+    def memory(player: str) -> float:
+        return max(r["peak_gb"] for r in found[player])
+
+    raw = {p: [round(r["seconds"], 2) for r in rs] for p, rs in found.items()}
+    lengths = {p: round(statistics.mean(r["mean_length"] for r in rs), 1) for p, rs in found.items()}
+    stages = {p: found[p][-1]["stages"] for p in ("all groups", "skipping")}
+    facts = {"dtype": dtype, "seconds": raw, "mean_length": lengths, "stages": stages, "threads": CORES.default}
+    quickest = min((f"trl {v}" for v in variants), key=seconds)
+    facts["peer"] = quickest
+    figure("step/ratio_trl_all_groups", seconds(quickest) / seconds("all groups"), "x", goal=2.5, **facts)
+    figure("step/ratio_trl", seconds(quickest) / seconds("skipping"), "x", goal=4.0, peer=quickest)
+    fair = "trl autocast" if "autocast" in variants else quickest
+    gigabytes = {p: round(memory(p), 2) for p in found}
+    figure("step/memory_ratio_trl", memory("all groups") / memory(fair), "x", goal=0.8, at_most=True, peer=fair, gb=gigabytes)
+
+
+def main() -> None:
+    """One or the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arguments", nargs="*", help="recipe and overrides")
+    parser.add_argument("--peer", choices=["trl"])
+    parser.add_argument("--dtype", default=natural_dtype())
+    parser.add_argument("--variants", default="float32" if natural_dtype() == "float32" else "autocast,bfloat16")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", type=Path, default=DEFAULT)
+    given = parser.parse_args()
+    if given.peer is None:
+        name, *overrides = given.arguments or [str(QUICKSTART)]
+        alone(name, overrides)
+    elif not installed("trl"):
+        sys.exit("TRL is not installed: make bench-env")
+    else:
+        contest(given.dtype, given.variants.split(","), given.rounds, given.model)
 
 
 if __name__ == "__main__":

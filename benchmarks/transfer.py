@@ -28,6 +28,7 @@ def made(tokens: int) -> Batch:
     return Batch(
         tokens=torch.zeros(tokens, dtype=torch.int64),
         lengths=torch.full((samples,), 1000),
+        owned=torch.ones(tokens, dtype=torch.bool),
         mask=torch.ones(tokens, dtype=torch.bool),
         behaviour=zeros,
         versions=torch.zeros(tokens, dtype=torch.int64),
@@ -70,8 +71,8 @@ async def main() -> None:
     runtime = RayRuntime(Pool.of([{Kind.CPU: 2}]), name="transfer")
     try:
         devices = runtime.pool.devices
-        desk: RayGroup[Maker] = RayGroup(runtime, Role.DESK, [Maker], devices[:1])
-        rank: RayGroup[Reader] = RayGroup(runtime, Role.ACTOR, [Reader], devices[1:])
+        desk: RayGroup[Maker] = RayGroup(runtime, Role.DESK, [Maker], [devices[:1]])
+        rank: RayGroup[Reader] = RayGroup(runtime, Role.ACTOR, [Reader], [devices[1:]])
         batch = made(TOKENS)
         target = {n: torch.empty_like(v) for n, v in vars(batch).items() if isinstance(v, torch.Tensor)}
         moves, copies, reads = [], [], []

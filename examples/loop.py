@@ -79,7 +79,7 @@ async def train(config: RLConfig, report: Callable[[int, dict[str, float]], None
     """Generate, score, train, publish; until the steps are done."""
     workers = await open_workers(config)
     try:
-        scorer = Scorer(config.rewards(), config.rollout.reward_timeout)
+        scorer = Scorer(config.rewards(), config.rollout.reward_timeout, sandbox=config.sandbox)
         source = PromptSource(config.data, config.seed, Renderer(workers.tokenizer), scorer.required_columns)
         batch_size = config.rollout.prompts * config.rollout.samples
         single = config.optim.epochs == 1 and (config.optim.minibatch or batch_size) >= batch_size

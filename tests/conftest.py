@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import json
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +57,52 @@ def small(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         return _merge({**copy.deepcopy(SMALL), "output": str(tmp_path / "runs")}, changes)
 
     return make
+
+
+@pytest.fixture
+def untimed() -> Callable[[Any], str]:
+    """A run's metrics without timings and memory, as text to be compared."""
+    timed = ("time/", "memory/", "rollout/tokens_per_s")
+    return lambda run: json.dumps([{k: v for k, v in m.items() if not k.startswith(timed)} for m in run.metrics])
+
+
+@pytest.fixture
+def kill() -> Callable[..., Coroutine[Any, Any, None]]:
+    """End a worker's process as the system does when memory runs out."""
+    from drumroll.cluster.seats import LearnerSeat
+
+    async def strike(group: Any, rank: int = 0) -> None:
+        os.kill(await group.call(rank, LearnerSeat.pid), signal.SIGKILL)
+
+    return strike
+
+
+@pytest.fixture
+def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Coroutine[Any, Any, None]]], Any]:
+    """Make a run's progress that strikes at its workers when step 1 is committed, and keeps what it hears."""
+    from drumroll.cluster.remote import RemoteWorkers
+    from drumroll.observe.progress import Quiet
+
+    opened, start = [], RemoteWorkers.start
+
+    async def remember(self: RemoteWorkers) -> None:
+        await start(self)
+        opened.append(self)
+
+    monkeypatch.setattr(RemoteWorkers, "start", remember)
+
+    class Killer(Quiet):
+        def __init__(self, strike: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+            self.strike, self.heard = strike, list[str]()
+
+        def committed(self, step: int, metrics: Any) -> None:
+            if step == 1:
+                self.task = asyncio.ensure_future(self.strike(opened[-1]))
+
+        def notice(self, text: str) -> None:
+            self.heard.append(text)
+
+    return Killer
 
 
 @pytest.fixture

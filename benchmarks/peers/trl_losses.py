@@ -19,13 +19,13 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from datasets import Dataset  # pyrefly: ignore [missing-import]
+from datasets import Dataset
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore [missing-import]
+from trl import GRPOConfig, GRPOTrainer
 
 Case = dict[str, Tensor]
 WORDS = {"<pad>": 0, "<eos>": 1, "word": 2}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drumroll.models.paths import Path
 from drumroll.sample import Group, Owner, Sample, StopReason, Version
 
 
@@ -26,13 +27,35 @@ class Turns:
     of_token: Tensor  # [tokens] int64: the turn that wrote a token, -1 where none did
 
 
+@dataclass(frozen=True)
+class Family:
+    """Traces that all start with the same `prefix` tokens, which none of them trains; a lone trace shares none."""
+
+    traces: list[int]
+    prefix: int
+
+    def cost(self, lengths: Sequence[int]) -> int:
+        """Tokens to compute, the prefix once."""
+        return self.prefix + sum(lengths[trace] - self.prefix for trace in self.traces)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What is computed for a batch: its tokens without those that a family shares more than once."""
+
+    tokens: Tensor  # [nodes] int64
+    node_of: Tensor  # [tokens of the batch] int64: where each is computed
+    paths: list[Path]
+
+
 @dataclass
 class Batch:
     """`traces` rows of `tokens` in all; per-sample facts are indexed through `sample_of`."""
 
     tokens: Tensor  # [tokens] int64
     lengths: Tensor  # [traces] int64
-    mask: Tensor  # [tokens] bool: written by the policy, so trained
+    owned: Tensor  # [tokens] bool: written by the policy
+    mask: Tensor  # [tokens] bool: trained; those owned, less what is too old or left out of the loss
     behaviour: Tensor  # [tokens] float32: log-prob when sampled
     versions: Tensor  # [tokens] int64: weights that sampled it, -1 where nobody did
     sample_of: Tensor  # [traces] int64: which sample a trace belongs to
@@ -45,6 +68,7 @@ class Batch:
     sample_weights: Tensor | None = None  # [samples] factor on the loss
     old: Tensor | None = None  # [tokens] log-prob under the policy before this update
     reference: Tensor | None = None  # [tokens] log-prob under the reference policy
+    teacher: Tensor | None = None  # [tokens] log-prob under the teacher
     values: Tensor | None = None  # [tokens] the critic's expectation before the token
     returns: Tensor | None = None  # [tokens] what the critic should have expected
     advantages: Tensor | None = None  # [tokens]
@@ -67,9 +91,16 @@ class Batch:
         return self.sample_of[self.trace_of_token()]
 
     def policy_lengths(self) -> Tensor:
+        """[samples] number of tokens that the policy wrote, trained or not: what a length penalty speaks of."""
+        return self._count(self.owned)
+
+    def trained_lengths(self) -> Tensor:
         """[samples] number of trained tokens."""
+        return self._count(self.mask)
+
+    def _count(self, tokens: Tensor) -> Tensor:
         counts = torch.zeros(self.num_samples, dtype=torch.int64)
-        return counts.index_add_(0, self.sample_of_token(), self.mask.to(torch.int64))
+        return counts.index_add_(0, self.sample_of_token(), tokens.to(torch.int64))
 
     def with_(self, **changes: Tensor | None) -> Batch:
         """A copy with some columns replaced."""
@@ -84,17 +115,59 @@ class Batch:
         rows = torch.tensor(list(traces), dtype=torch.int64)
         return self.with_(lengths=self.lengths[rows], sample_of=self.sample_of[rows], **per_token)
 
+    def families(self) -> list[Family]:
+        """Every trace in one family: traces of a group that start with the same tokens, none of them trained."""
+        ends = torch.cumsum(self.lengths, 0).tolist()
+        tokens, trained = self.tokens.tolist(), self.mask.tolist()
+        leads: list[list[int]] = []
+        for end, length in zip(ends, self.lengths.tolist(), strict=True):
+            own = trained[end - length : end]
+            leads.append(tokens[end - length : end - length + (own.index(True) if True in own else length)])
+        groups: dict[int, list[int]] = {}
+        for trace, group in enumerate(self.group_of[self.sample_of].tolist()):
+            groups.setdefault(group, []).append(trace)
+        found: list[Family] = []
+        for traces in groups.values():
+            own_families: list[Family] = []
+            for trace in sorted(traces, key=lambda t: len(leads[t])):
+                _join(own_families, trace, leads)
+            found += own_families
+        return [family if len(family.traces) > 1 else Family(family.traces, 0) for family in found]
+
+    def tree(self) -> Tree:
+        """The batch with each family's prefix once."""
+        starts = (torch.cumsum(self.lengths, 0) - self.lengths).tolist()
+        each = torch.arange(len(self.tokens))
+        source = each.clone()
+        families = self.families()
+        for family in families:
+            first = starts[family.traces[0]]
+            for trace in family.traces[1:]:
+                source[starts[trace] : starts[trace] + family.prefix] = each[first : first + family.prefix]
+        kept = source == each
+        node_of = (torch.cumsum(kept, 0) - 1)[source]
+        nodes = node_of.split(self.lengths.tolist())
+        paths = [Path(nodes[f.traces[0]][: f.prefix]) for f in families if f.prefix]
+        paths += [Path(nodes[trace], f.prefix) for f in families for trace in f.traces]
+        return Tree(self.tokens[kept], node_of, paths)
+
     def shares(self, ranks: int) -> list[list[int]]:
-        """Trace indices by data-parallel rank, balanced by tokens: the longest first, each to the least loaded."""
+        """Trace indices by data-parallel rank, balanced by tokens: the longest first, each to the least loaded.
+
+        Families stay together unless the busiest rank has less to do without.
+        """
         if ranks == 1:
             return [list(range(self.num_traces))]
-        chunks: list[list[int]] = [[] for _ in range(ranks)]
-        load = [0] * ranks
-        for trace in sorted(range(self.num_traces), key=lambda t: -int(self.lengths[t])):
-            rank = load.index(min(load))
-            chunks[rank].append(trace)
-            load[rank] += int(self.lengths[trace])
-        return chunks
+        families = self.families()
+        lone = [Family([trace], 0) for trace in range(self.num_traces)]
+        ways = [_deal(dealt, ranks, self.lengths.tolist()) for dealt in (families, lone)]
+        return min(ways, key=lambda way: max(self.computed(families, share) for share in way))
+
+    def computed(self, families: Sequence[Family], traces: Sequence[int]) -> int:
+        """Tokens computed for some of the traces, a prefix of a family once."""
+        chosen, lengths = set(traces), self.lengths.tolist()
+        parts = [Family([t for t in family.traces if t in chosen], family.prefix) for family in families]
+        return sum(part.cost(lengths) for part in parts if part.traces)
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
         """[tokens] a column whose parts were computed by the ranks of `shares`, put back in this batch's order."""
@@ -108,21 +181,61 @@ class Batch:
         return column
 
     def micro_batches(self, max_tokens: int) -> list[list[int]]:
-        """Trace indices in chunks of at most `max_tokens` tokens (a longer trace goes alone), longest first."""
-        order = sorted(range(self.num_traces), key=lambda t: -int(self.lengths[t]))
+        """Trace indices in chunks of at most `max_tokens` tokens (a longer trace goes alone), longest first.
+
+        A prefix counts once in a chunk, and a family is cut only where no chunk holds it.
+        """
+        lengths = self.lengths.tolist()
         chunks: list[list[int]] = []
         room = 0
-        for trace in order:
-            length = int(self.lengths[trace])
-            if length > room:
-                chunks.append([])
-                room = max(max_tokens, length)
-            chunks[-1].append(trace)
-            room -= length
+        for family in sorted(self.families(), key=lambda f: -max(lengths[t] for t in f.traces)):
+            cost, paid = family.cost(lengths), False
+            if room < cost <= max_tokens:
+                room = 0
+            for trace in sorted(family.traces, key=lambda t: -lengths[t]):
+                need = lengths[trace] - (family.prefix if paid else 0)
+                if need > room:
+                    chunks.append([])
+                    room, need = max_tokens, lengths[trace]
+                chunks[-1].append(trace)
+                room, paid = room - need, True
         return chunks
 
 
-PER_TOKEN = ("tokens", "mask", "behaviour", "versions", "old", "reference", "values", "returns", "advantages", "weights")
+def _join(families: list[Family], trace: int, leads: Sequence[list[int]]) -> None:
+    """Put a trace into the first family that keeps at least half of its prefix, else into a new one.
+
+    Half, because a family that shrinks to a few tokens all prompts start with would be shared for nothing.
+    """
+    for place, family in enumerate(families):
+        common = _common(leads[family.traces[0]][: family.prefix], leads[trace])
+        if common and 2 * common >= family.prefix:
+            families[place] = Family([*family.traces, trace], common)
+            return
+    families.append(Family([trace], len(leads[trace])))
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many tokens two sequences start with alike."""
+    shorter = min(len(a), len(b))
+    return shorter if a[:shorter] == b[:shorter] else next(i for i in range(shorter) if a[i] != b[i])
+
+
+def _deal(families: Sequence[Family], ranks: int, lengths: Sequence[int]) -> list[list[int]]:
+    """The traces of whole families by rank: the longest first, each to the least loaded."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for family in sorted(families, key=lambda f: -f.cost(lengths)):
+        rank = load.index(min(load))
+        shares[rank] += family.traces
+        load[rank] += family.cost(lengths)
+    return shares
+
+
+PER_TOKEN = (
+    *("tokens", "owned", "mask", "behaviour", "versions"),
+    *("old", "reference", "teacher", "values", "returns", "advantages", "weights"),
+)
 
 
 def pack(groups: Sequence[Group], oldest: Version = 0) -> Batch:
@@ -132,15 +245,15 @@ def pack(groups: Sequence[Group], oldest: Version = 0) -> Batch:
     assert samples, "pack needs at least one scored sample"
     traces = [(i, trace) for i, (_, sample) in enumerate(samples) for trace in sample.traces]
     assert all(trace.owners[0] is not Owner.POLICY for _, trace in traces), "a trace starts with a prompt token"
+    versions = torch.tensor([v for _, trace in traces for v in trace.versions], dtype=torch.int64)
+    owned = torch.tensor([o is Owner.POLICY for _, trace in traces for o in trace.owners], dtype=torch.bool)
     return Batch(
         tokens=torch.tensor([t for _, trace in traces for t in trace.tokens], dtype=torch.int64),
         lengths=torch.tensor([len(trace.tokens) for _, trace in traces], dtype=torch.int64),
-        mask=torch.tensor(
-            [o is Owner.POLICY and v >= oldest for _, t in traces for o, v in zip(t.owners, t.versions, strict=True)],
-            dtype=torch.bool,
-        ),
+        owned=owned,
+        mask=owned & (versions >= oldest),
         behaviour=torch.tensor([p for _, trace in traces for p in trace.logprobs], dtype=torch.float32),
-        versions=torch.tensor([v for _, trace in traces for v in trace.versions], dtype=torch.int64),
+        versions=versions,
         sample_of=torch.tensor([i for i, _ in traces], dtype=torch.int64),
         group_of=torch.tensor([g for g, _ in samples], dtype=torch.int64),
         rewards=torch.tensor([s.reward for _, s in samples], dtype=torch.float32),

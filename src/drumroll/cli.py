@@ -189,22 +189,46 @@ def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int |
     Console().print(simulation_table(config, engines or config.roles.rollout.workers, steps, work))
 
 
-class Checks(click.Group):
-    """`drumroll check ENV` is `drumroll check environment ENV`, where ENV is one."""
+class Checks(Verbs):
+    """`check recipe.yaml` and `check ENV` need no verb: what is not one is a recipe or an environment."""
 
     @override
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in self.commands:
             from drumroll.envs.host import exists
 
-            if ":" in args[0] or exists(args[0]):
+            if Path(args[0]).suffix in (".yaml", ".yml") or Path(args[0]).exists():
+                args = ["recipe", *args]
+            elif ":" in args[0] or exists(args[0]):
                 args = ["environment", *args]
         return super().resolve_command(ctx, args)
 
 
-@cli.group(cls=Checks)
+@cli.group(cls=Checks, no_args_is_help=True)
 def check() -> None:
-    """Look for trouble before it costs time: `drumroll check machine`, `drumroll check ENV`."""
+    """Look for trouble before it costs time: `check machine`, `check recipe.yaml`, `check ENV`."""
+
+
+@check.command("recipe")
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1)
+def check_recipe(recipe: str, overrides: tuple[str, ...]) -> None:
+    """Whether a RECIPE's rewards tell right from wrong, and whether its start model has something to learn from."""
+    import asyncio
+
+    from rich.console import Console
+
+    from drumroll.config import RLConfig, load
+    from drumroll.observe.preflight import preflight, preflight_tables
+
+    config = load(recipe, overrides).config
+    if not isinstance(config, RLConfig):
+        raise DrumrollError("only reinforcement learning has rewards to check; this recipe is pipeline: sft.")
+    found = asyncio.run(preflight(config))
+    for table in preflight_tables(found):
+        Console().print(table)
+    if found.problems:
+        sys.exit(1)
 
 
 @check.command("environment")
@@ -336,6 +360,26 @@ def ledger(run_path: str, prompt: str | None, in_flight: bool, by: tuple[str, ..
         tables = flight_table(books) if in_flight else summary_tables(books, by)
     for table in tables:
         Console().print(table)
+
+
+@run.command()
+@click.argument("run_path", metavar="RUN")
+@click.argument("overrides", nargs=-1)
+def rescore(run_path: str, overrides: tuple[str, ...]) -> None:
+    """Score a run's recorded samples again, with changed rewards: rescore RUN reward=number."""
+    import asyncio
+
+    from rich.console import Console
+
+    from drumroll.config import RLConfig, load
+    from drumroll.observe.rescore import rescore as again
+    from drumroll.store.run import CONFIG, Run
+
+    path = Run.open(run_path).path
+    config = load(path / CONFIG, overrides).config
+    if not isinstance(config, RLConfig):
+        raise DrumrollError(f"{path} is a supervised run: it has no rewards.")
+    Console().print(asyncio.run(again(path, config)))
 
 
 @run.command()

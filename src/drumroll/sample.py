@@ -16,6 +16,8 @@ Message = dict[str, Any]
 Version = int
 GREEDY = -1
 """Index of a group's greedy sample: its reward is a baseline, it is not trained on."""
+ENVIRONMENT = "environment"
+"""The share of an environment among a sample's rewards."""
 
 
 class Owner(IntEnum):
@@ -86,6 +88,7 @@ class Prompt:
     content: str | tuple[Message, ...]
     tokens: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
+    stream: str = ""  # whose share in a batch is fixed
     scene: Scene | None = None
 
     @staticmethod

@@ -67,7 +67,7 @@ class Session:
         self._stage_times: Metrics = {}
         self._peaks: Metrics = {}
         self._resumable: dict[str, Resumable] = {}
-        self._unfinished: Metrics | None = None
+        self._stopping = False
         self.ledger: Ledger | None = None
         self._committed: dict[str, Any] = {}
 
@@ -109,16 +109,17 @@ class Session:
             self.trackers.log(0, self.before)
             self._committed = self._state()
         self.progress.begin(self.step, self.before)
+        if self._stopping:
+            raise self._interrupted()
 
     async def commit(self, metrics: Metrics, samples: Sequence[Sample] = ()) -> None:
-        """Make a step durable: its rollouts and metrics first, its checkpoint last."""
+        """Make a step durable: its rollouts and metrics first, its checkpoint last. A run that is asked to stop ends here."""
         self.step += 1
         self._committed = self._state()
         if self.ledger is not None:
             self.ledger.turn()
         config, last = self.config, self.step == self.config.steps
         metrics |= _speeds(metrics, self._stage_times)
-        self._unfinished = metrics
         if samples:
             self.run.write_rollouts("train", self.step, samples)
             for line in complaints(samples):
@@ -127,12 +128,14 @@ class Session:
         if last or (config.eval.every and self.step % config.eval.every == 0):
             score = await self._evaluate_step(metrics)
         metrics |= self._take_times()
+        if not config.deterministic:  # how much was asked beyond the batch depends on timing
+            metrics |= self.workers.metrics()
         self.run.append_metrics(self.step, metrics)
-        self._unfinished = None
         self.trackers.log(self.step, metrics)
         self.progress.committed(self.step, metrics)
         best = score is not None and score > self.run.checkpoints.best_score()
-        due = best or last or bool(config.checkpoint.every and self.step % config.checkpoint.every == 0)
+        stop = self._stopping and not last
+        due = best or last or stop or bool(config.checkpoint.every and self.step % config.checkpoint.every == 0)
         if due:
             await self._save()
         if best and score is not None:
@@ -140,6 +143,8 @@ class Session:
         if self.ledger is not None:
             self.ledger.commit(self.step, self.run.checkpoints.path(self.step) if due else None)
         self.run.checkpoints.prune()
+        if stop:
+            raise self._interrupted()
 
     async def finish(self) -> None:
         """Export the model, summarise, report. A run that ended before `steps` is evaluated and saved here."""
@@ -247,40 +252,32 @@ class Session:
     # --- interruption ---
 
     async def drive(self, loop: Coroutine[Any, Any, None]) -> None:
-        """Run a pipeline's loop; on Ctrl-C end it, save where it stands, and say how to go on."""
+        """Run a pipeline's loop. The first Ctrl-C ends it after the step, saved; the second at once, as it last was saved."""
         task = asyncio.ensure_future(loop)
-        interrupted = False
 
         def stop() -> None:
-            nonlocal interrupted
-            interrupted = True
+            if not self._stopping:
+                self._stopping = True
+                self.progress.notice("Stopping after this step; Ctrl-C again ends the run at once, without saving the step.")
+                return
             self.workers.interrupt()
             task.cancel()
 
         with _on_interrupt(stop):
             try:
                 await task
-            except (asyncio.CancelledError, Interrupted):
-                if not interrupted:
-                    raise
-                await self._save_interrupted()
+            except asyncio.CancelledError:
+                raise (self._interrupted() if self._stopping else asyncio.CancelledError()) from None
             finally:
                 self._close_ledger()
                 self.trackers.close()
                 self.progress.close()
 
-    async def _save_interrupted(self) -> None:
-        """Save the last committed step, unless the weights have moved beyond it."""
-        updates = {await group.call(0, Learner.updates) for group in self.workers.learners().values()}
-        if self.step and updates == {self.step} and self.step not in self.run.checkpoints.steps():
-            if self._unfinished is not None:  # interrupted in the middle of a commit
-                self.run.append_metrics(self.step, self._unfinished)
-            await self._save()
-            if self.ledger is not None:
-                self.ledger.commit(self.step, self.run.checkpoints.path(self.step))
+    def _interrupted(self) -> Interrupted:
+        """How the run was left, and how to go on."""
         steps = self.run.checkpoints.steps()
         where = f"after step {steps[-1]}" if steps else "before the first step"
-        raise Interrupted(f"interrupted; saved {where}. Continue with: drumroll train --resume {self.run.path}")
+        return Interrupted(f"interrupted; saved {where}. Continue with: drumroll train --resume {self.run.path}")
 
 
 def complaints(samples: Sequence[Sample], most: int = 3) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drumroll.algorithms import GREEDY, OLD, REFERENCE, VALUES
+from drumroll.algorithms import GREEDY, OLD, REFERENCE, TEACHER, VALUES
 from drumroll.batch import Batch
 from drumroll.cluster.desk import Desk, Memory
 from drumroll.cluster.group import WorkerGroup
@@ -25,7 +25,6 @@ from drumroll.envs.metrics import describe_episodes
 from drumroll.learners import Learner, Metrics, Update
 from drumroll.learners.totals import merge
 from drumroll.rewards import Scorer
-from drumroll.rewards.judge import Ask, ask_by
 from drumroll.rollout.evaluation import Evaluator, open_sets
 from drumroll.rollout.lifecycle import Listener
 from drumroll.rollout.scheduler import Decode, Rollouts, answered_once
@@ -40,11 +39,9 @@ def decoder(workers: Workers) -> Decode:
 
 
 def open_scorer(config: AnyConfig, workers: Workers, rollout: RolloutConfig) -> Scorer:
-    """The rewards, their processes, and the judge that they may ask."""
-    judge: Ask | None = None
-    if workers.judge is not None and config.roles.judge is not None:
-        judge = ask_by(workers.judge, workers.judge_tokenizer, config.roles.judge)
-    scorer = Scorer(config.rewards(), rollout.reward_timeout, workers.open_pool(rollout.reward_workers), judge)
+    """The rewards, their processes, the models that they may ask and the sandbox that they may use."""
+    pool = workers.open_pool(rollout.reward_workers)
+    scorer = Scorer(config.rewards(), rollout.reward_timeout, pool, workers.judge, workers.reward_model, config.sandbox)
     workers.closing.append(scorer.close)
     return scorer
 
@@ -108,6 +105,9 @@ async def infer(workers: Workers, batch: Batch, temperature: float) -> Batch:
         assert workers.reference is not None, "a KL term needs the reference role"
         parts = await workers.reference.scatter(Learner.reference_logprobs, batch, temperature)
         batch = await _join(workers, batch, "reference", parts)
+    if TEACHER in workers.needs:
+        assert workers.teacher is not None, "a KL term needs the teacher role"
+        batch = await _join(workers, batch, "teacher", await workers.teacher.scatter(Learner.logprobs, batch, temperature))
     if VALUES in workers.needs:
         assert workers.critic is not None, "GAE needs the critic role"
         batch = await _join(workers, batch, "values", await workers.critic.scatter(Learner.values, batch))

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 import drumroll
-from drumroll.observe.progress import Quiet
 
 pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'drumroll[ray]'")
@@ -47,32 +46,15 @@ def test_sixteen_devices_shared_as_in_the_paper(small):
     assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
 
 
-def test_a_machine_without_the_learner_is_lost_and_the_run_completes(small, machines, monkeypatch):
-    from drumroll.cluster.remote import RemoteWorkers
-
+def test_a_machine_without_the_learner_is_lost_and_the_run_completes(small, machines, killer):
     cluster, nodes = machines
-    opened, start = [], RemoteWorkers.start
 
-    async def remember(self):
-        await start(self)
-        opened.append(self)
+    async def strike(workers):
+        learner = workers.runtime._node_of(workers._actors.places[0][0])
+        victim = next(n for n in nodes if n.node_id != learner)
+        await asyncio.get_running_loop().run_in_executor(None, cluster.remove_node, victim, False)
 
-    monkeypatch.setattr(RemoteWorkers, "start", remember)
-
-    class Killer(Quiet):
-        heard = []
-
-        def committed(self, step, metrics):
-            if step == 1:
-                workers = opened[0]
-                learner = workers.runtime._node_of(workers._actors.devices[0])
-                victim = next(n for n in nodes if n.node_id != learner)
-                self.task = asyncio.get_running_loop().run_in_executor(None, cluster.remove_node, victim, False)
-
-        def notice(self, text):
-            self.heard.append(text)
-
-    killer = Killer()
+    listener = killer(strike)
     run = drumroll.train(
         small(
             cluster={"runtime": "ray", "devices": 3, "kind": "cpu", "threads": 1, "bus": "broadcast"},
@@ -80,8 +62,8 @@ def test_a_machine_without_the_learner_is_lost_and_the_run_completes(small, mach
             steps=6,
             threads=1,
         ),
-        progress=killer,
+        progress=listener,
     )
     assert run.summary["steps"] == 6
-    assert any("rollout rank" in text and "is gone" in text for text in killer.heard), killer.heard
+    assert any("rollout rank" in text and "is gone" in text for text in listener.heard), listener.heard
     assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from drumroll.observe.machine import Ray, ask_ray
+from drumroll.store.rollouts import read_samples
 
 HEAVY = {"torch", "ray", "vllm", "transformers"}
 
@@ -55,6 +56,13 @@ def test_an_unknown_check_is_one_sentence(drumroll):
 
 
 @pytest.fixture
+def recipe(small, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(small()))
+    return path
+
+
+@pytest.fixture
 def cluster():
     """Start a Ray of one node in a process of its own, for the test; returns its address."""
     pytest.importorskip("ray")
@@ -84,3 +92,25 @@ def test_a_real_cluster_that_asks_for_a_token(cluster, monkeypatch):
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     address = cluster(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="made-up-for-this-test-only-000000")
     assert "it asks for a token" in ask_ray(address, seconds=60).problem
+
+
+def test_a_recipe_whose_rewards_tell_right_from_wrong(drumroll, recipe):
+    code, out, err = drumroll("check", str(recipe))
+    assert (code, err) == (0, ""), out
+    for words in ("sums", "reversal", "exact", "good", "groups with a gradient", "ready:"):
+        assert words in out, out
+
+
+def test_a_recipe_whose_reward_cannot_tell(drumroll, recipe):
+    code, out, _ = drumroll("check", str(recipe), "reward=length")
+    assert code == 1
+    assert "no reward scores right answers higher than wrong ones" in " ".join(out.split())
+
+
+def test_a_run_scored_again_with_another_reward(drumroll, recipe, tmp_path):
+    assert drumroll("train", str(recipe), f"output={tmp_path}", "--quiet")[0] == 0
+    code, out, err = drumroll("run", "rescore", str(tmp_path / "small"), "reward=contains")
+    assert (code, err) == (0, ""), out
+    assert "reward now" in out
+    [first, *_] = sorted((tmp_path / "small" / "rescored").glob("train-*.parquet"))
+    assert all("contains" in row["rewards"] for row in read_samples(first))

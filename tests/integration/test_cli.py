@@ -174,3 +174,10 @@ def test_ctrl_c_saves_and_the_run_resumes(recipe, tmp_path, when):
     assert step == run.metrics[-1]["step"]
     resumed = train(resume=run.path, overrides=[f"steps={step + 1}"])
     assert [m["step"] for m in resumed.metrics] == list(range(step + 2))
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-30b-a3b"])
+def test_the_papers_recipes_can_be_planned_anywhere(drumroll, name):
+    code, out, err = drumroll("train", f"{ROOT}/recipes/multi-domain/{name}.yaml", "--dry-run")
+    assert (code, err) == (0, "")
+    assert "64 prompts × 8 samples" in out

@@ -1,20 +1,22 @@
 """The same run on the ray runtime: equal to the local one, over several ranks, on shared devices, and when workers die."""
 
-import asyncio
-import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import yaml
+from test_reward_model import classifier
 
 import drumroll
 from drumroll.errors import ConfigError
-from drumroll.observe.progress import Quiet
+from drumroll.store.run import Run
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'drumroll[ray]'")
 from drumroll.cluster.host import WorkerLost  # noqa: E402
+from drumroll.cluster.ray import RayGroup  # noqa: E402
 from drumroll.cluster.remote import RemoteWorkers  # noqa: E402
+from drumroll.cluster.seats import LearnerSeat  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,15 +30,7 @@ def cluster():
 ONE = {"runtime": "ray", "devices": 1, "kind": "cpu", "threads": 1}
 
 
-def untimed(run):
-    kept = [
-        {k: v for k, v in m.items() if not k.startswith(("time/", "memory/")) and k != "rollout/tokens_per_s"}
-        for m in run.metrics
-    ]
-    return json.dumps(kept)
-
-
-def test_ray_and_local_are_byte_equal(small):
+def test_ray_and_local_are_byte_equal(small, untimed):
     same = {
         "deterministic": True,
         "threads": 1,
@@ -119,6 +113,42 @@ def test_vllm_generates_and_agrees(small, roles):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", ["core", "process"])
+def test_a_vllm_engine_is_replaced_and_leaves_nothing_behind(small, killer, victim):
+    """Its core dies in a living process, or the process that owns the core."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
+    cores = []
+
+    async def strike(workers):
+        pid = await workers.rollout.call(0, LearnerSeat.pid)
+        cores.extend(child for child in descendants(pid) if "EngineCore" in Path(f"/proc/{child}/cmdline").read_text())
+        for one in [pid] if victim == "process" else cores:
+            os.kill(one, signal.SIGKILL)
+
+    listener = killer(strike)
+    recipe = small(cluster=ONE, roles={"rollout": {"backend": "vllm"}}, **(SYNCED | {"steps": 4}))
+    run = drumroll.train(recipe, progress=listener)
+    assert run.summary["steps"] == 4
+    assert len(listener.heard) == 1
+    assert listener.heard[0].startswith("rollout rank 0 is gone: " + ("vLLM" if victim == "core" else "its process"))
+    assert cores
+    assert not [core for core in cores if runs(core)]
+    assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
+
+
+def runs(pid):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def descendants(pid):
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return children + [below for child in children for below in descendants(child)]
+
+
+@pytest.mark.slow
 def test_without_the_sync_they_would_not(small, monkeypatch):
     async def nothing(self, version): ...
 
@@ -128,8 +158,8 @@ def test_without_the_sync_they_would_not(small, monkeypatch):
 
 
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_papers_partial_sharing_in_small(small, staleness):
-    """Training on four devices; three of them also generate, the fourth judges."""
+def test_the_papers_partial_sharing_in_small(small, tmp_path, staleness):
+    """Training on four devices; three of them also generate, the fourth judges and scores."""
     run = drumroll.train(
         small(
             cluster=ONE | {"devices": 4},
@@ -137,70 +167,132 @@ def test_the_papers_partial_sharing_in_small(small, staleness):
                 "actor": {"devices": "0-3"},
                 "rollout": {"devices": "0-2"},
                 "judge": {"model": "tiny", "devices": "3", "max_prompt_tokens": 128},
+                "reward_model": {"model": classifier(tmp_path / "classifier"), "devices": "3"},
             },
-            reward=["exact", {"use": "judge", "weight": 0.1}],
+            reward=[
+                "exact",
+                {"use": "judge", "weight": 0.1, "args": {"template": "score"}},
+                {"use": "reward_model", "weight": 0.0},
+            ],
             rollout={"max_staleness": staleness},
             steps=2,
             threads=1,
         )
     )
     assert run.summary["steps"] == 2
-    assert "reward/sums/judge" in run.metrics[1]
+    assert {"reward/sums/judge", "reward/sums/reward_model", "judge/calls"} <= set(run.metrics[1])
     if not staleness:
         assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
 
 
-def kill_after_the_first_step(monkeypatch, role):
-    """A process of the role is killed when step 1 is committed."""
-    opened = []
-    start = RemoteWorkers.start
-
-    async def remember(self):
-        await start(self)
-        opened.append(self)
-
-    monkeypatch.setattr(RemoteWorkers, "start", remember)
-
-    class Killer(Quiet):
-        heard = []
-
-        def committed(self, step, metrics):
-            if step == 1:
-                self.task = asyncio.ensure_future(die(getattr(opened[0], role)))
-
-        def notice(self, text):
-            self.heard.append(text)
-
-    async def die(group):
-        pid = await group.call(0, Pid.pid)
-        os.kill(pid, signal.SIGKILL)
-
-    return Killer()
-
-
-class Pid:
-    def pid(self): ...
-
-
-def test_a_killed_engine_is_replaced_and_the_run_completes(small, monkeypatch):
-    killer = kill_after_the_first_step(monkeypatch, "rollout")
-    run = drumroll.train(small(cluster=ONE, steps=4, threads=1), progress=killer)
+def test_a_killed_engine_is_replaced_and_the_run_completes(small, killer, kill):
+    listener = killer(lambda workers: kill(workers.rollout))
+    run = drumroll.train(small(cluster=ONE, steps=4, threads=1), progress=listener)
     assert run.summary["steps"] == 4
-    assert len(killer.heard) == 1
-    assert killer.heard[0].startswith("rollout rank 0 is gone: ")
-    assert killer.heard[0].endswith("its samples go to other engines and a new one is started.")
+    assert len(listener.heard) == 1
+    assert listener.heard[0].startswith("rollout rank 0 is gone: ")
+    assert listener.heard[0].endswith("a new one is started, and its samples go on there or elsewhere.")
     assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
 
 
-def test_a_killed_learner_ends_the_run_with_one_sentence(small, monkeypatch):
-    killer = kill_after_the_first_step(monkeypatch, "actor")
+@pytest.mark.slow
+def test_an_engine_killed_in_the_middle_of_a_broadcast_is_replaced(small, killer, monkeypatch, kill):
+    """Its sender is under way and the other engine has begun to receive; the second attempt reaches who is there."""
+    call, struck = RayGroup.call, []
+
+    async def strike_when_armed(self, rank, method, *args, **kwargs):
+        result = await call(self, rank, method, *args, **kwargs)
+        if method is LearnerSeat.send and listener.armed and not struck:
+            struck.append(True)
+            await kill(listener.armed[0].rollout, 1)
+        return result
+
+    async def arm(workers):
+        listener.armed.append(workers)
+
+    listener = killer(arm)
+    listener.armed = []
+    monkeypatch.setattr(RayGroup, "call", strike_when_armed)
+    cluster = ONE | {"devices": 3, "bus": "broadcast"}
+    roles = {"actor": {"devices": "0"}, "rollout": {"devices": "1-2"}}
+    run = drumroll.train(small(cluster=cluster, roles=roles, steps=4, threads=1, eval={"sets": {}}), progress=listener)
+    assert struck
+    assert run.summary["steps"] == 4
+    assert [text.partition(":")[0] for text in listener.heard] == ["rollout rank 1 is gone"]
+    assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
+
+
+@pytest.mark.slow
+def test_a_killed_judge_is_replaced_and_asked_again(small, killer, kill):
+    async def strike(workers):
+        await kill(workers._fleets[1].group)
+
+    listener = killer(strike)
+    roles = {"judge": {"model": "tiny", "max_prompt_tokens": 128}}
+    judged = ["exact", {"use": "judge", "weight": 0.1}]
+    run = drumroll.train(small(cluster=ONE, roles=roles, reward=judged, steps=4, threads=1), progress=listener)
+    assert run.summary["steps"] == 4
+    assert [text.partition(":")[0] for text in listener.heard] == ["judge rank 0 is gone"]
+    assert listener.heard[0].endswith("a new one is started, and its questions are asked again.")
+
+
+def test_a_killed_learner_ends_the_run_with_one_sentence(small, killer, kill):
+    listener = killer(lambda workers: kill(workers.actor))
     with pytest.raises(
         WorkerLost, match=r"^actor rank 0 is gone: .*SIGKILL.*; the run stops; drumroll train --resume .*small goes on"
     ):
-        drumroll.train(small(cluster=ONE, steps=50, threads=1, checkpoint={"every": 1}), progress=killer)
-    monkeypatch.undo()
+        drumroll.train(small(cluster=ONE, steps=50, threads=1, checkpoint={"every": 1}), progress=listener)
     run = drumroll.train(resume=small()["output"] + "/small", overrides=["steps=3", "cluster.runtime=local"])
     assert run.summary["steps"] == 3
+
+
+OWN = """
+import os, signal
+from pathlib import Path
+from drumroll.algorithms.advantages import ESTIMATORS
+
+@ESTIMATORS.register("mine", needs=("values",), per_token=True)
+def surprise(scores):
+    return scores.token_rewards - scores.values
+
+def loss(tokens, config):
+    order = Path({order!r})
+    if order.exists():
+        order.unlink(missing_ok=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return -(tokens.logprobs - tokens.old).exp() * tokens.advantages
+"""
+
+
+def test_own_parts_and_relative_paths_on_every_worker(small, mine, tmp_path, monkeypatch, killer):
+    """One's own estimator gets its critic and one's own loss is found, though workers run in another directory; and a
+    rank that is killed in the middle of an update is named, not the peer that waited for it."""
+    name = mine(OWN.format(order=str(tmp_path / "order")))
+    untied(tmp_path / "models" / "untied")
+    monkeypatch.chdir(tmp_path)
+
+    async def order(workers):
+        (tmp_path / "order").touch()
+
+    recipe = small(
+        cluster=ONE | {"devices": 2, "call_timeout": 120},
+        roles={"rollout": {"devices": "0"}, "critic": {"devices": "0"}, "teacher": {"devices": "1", "model": "models/untied"}},
+        algorithm={"advantage": f"{name}:surprise", "loss": f"{name}:loss", "teacher": 0.1},
+        output="runs",
+        model="models/untied",
+        steps=50,
+        threads=1,
+        eval={"sets": {}},
+        checkpoint={"every": 1},
+    )
+    with pytest.raises(
+        WorkerLost, match=r"^actor rank [01] is gone: .*SIGKILL.*; the run stops; drumroll train --resume runs/"
+    ):
+        drumroll.train(recipe, progress=killer(order))
+    run = Run.open("runs/small")
+    assert "critic/loss" in run.metrics[1]
+    assert abs(run.metrics[1]["train/kl_teacher"]) < 1e-4  # the policy starts as its teacher
+    assert run.checkpoints.steps()
 
 
 @pytest.mark.parametrize(
@@ -222,6 +314,10 @@ def test_a_killed_learner_ends_the_run_with_one_sentence(small, monkeypatch):
         (
             {"cluster": ONE | {"devices": 3}, "roles": {"rollout": {"backend": "vllm", "parallel": {"tensor": 2}}}},
             "tensor 2 does not divide 3 devices",
+        ),
+        (
+            {"cluster": ONE, "roles": {"actor": {"device": "cpu"}}},
+            "roles.actor.device: cpu is for the local runtime; with cluster.runtime: ray a role runs on devices of the pool",
         ),
     ],
 )

@@ -11,6 +11,7 @@ from drumroll.config import load
 from drumroll.errors import ConfigError
 from drumroll.sample import Owner
 from drumroll.store.ledger import Ledger
+from drumroll.store.rollouts import read_samples
 from drumroll.store.run import Run
 
 SEEDS = "drumroll.data.seeds:seeds"
@@ -81,10 +82,10 @@ def test_asynchronous_episodes_keep_the_bound(played):
 
 
 def test_a_policy_learns_in_an_environment(played):
-    """From the flawed start of the tiny model; the first question of an episode looks like those it knows."""
+    """To answer with an even number, in both turns: the first question looks like those that the tiny model knows."""
     recipe = played(
-        steps=25,
-        environment={"args": {"questions": 2}},
+        steps=20,
+        environment={"args": {"questions": 2, "even": True}},
         rollout={"prompts": 16, "samples": 8},
         optim={"lr": 1e-3},
         eval={"sets": {"quiz": {"source": SEEDS, "limit": 64}}},
@@ -115,11 +116,16 @@ def test_mixtures_and_transfer(played):
     assert not any(s["turns"] for s in plain)
 
 
-def test_other_rewards_may_be_added(played, mine):
+def test_other_rewards_may_be_added(played, mine, drumroll):
     name = mine("async def short(completion): return -float(len(completion))")
     run = package.train(played(reward={"quiz": [{"use": f"{name}:short", "weight": 0.5}]}, steps=1))
     sample = next(s for s in run.samples if s["fate"] == "trained")
     assert sample["reward"] == pytest.approx(sample["rewards"]["environment"] + 0.5 * sample["rewards"]["short"])
+    code, _, err = drumroll("run", "rescore", str(run.path), f"reward={name}:short")
+    assert code == 0, err
+    again = next(r for f in (run.path / "rescored").glob("train-*") for r in read_samples(f) if r["id"] == sample["id"])
+    assert again["reward"] == pytest.approx(sample["rewards"]["environment"] + sample["rewards"]["short"])
+    assert again["turns"] == sample["turns"]
 
 
 def test_bad_environments_are_named_and_the_run_goes_on(played, drumroll, tmp_path):

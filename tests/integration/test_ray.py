@@ -155,7 +155,8 @@ def runtime(cluster, play):
 
 def start(runtime, size=1, devices=None, **options):
     options = {"urgent": ("interrupt",), "deadline": 60.0} | options
-    return RayGroup(runtime, Role.ROLLOUT, [partial(Worker, rank) for rank in range(size)], devices, **options)
+    places = None if devices is None else [(device,) for device in devices]
+    return RayGroup(runtime, Role.ROLLOUT, [partial(Worker, rank) for rank in range(size)], places, **options)
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +314,7 @@ def test_deaths_are_told_in_one_sentence_and_the_rank_can_be_replaced(runtime, p
         assert await lose(group, 0, Worker.add, 1) == silent  # and stays gone
         assert await lose(group, 1, Worker.die, signal.SIGSEGV) == "its process got SIGSEGV"
         assert await group.call(2, Worker.add, 1) == 201  # the others live on
-        await asyncio.gather(group.replace(0), group.replace(1, POOL.devices[2]))
+        await asyncio.gather(group.replace(0), group.replace(1, POOL.devices[2:3]))
         assert await group.call(0, Worker.add, 1) == 1
         assert (await group.call(1, Worker.where))[1] in {"0", "1"}  # on the other device now
         assert await lose(group, 2, Worker.exit, 3) == silent
@@ -359,7 +360,7 @@ def test_a_cancelled_call_is_cancelled_in_the_worker(group, play):
 
 def test_roles_on_one_device_share_its_gpu_and_others_do_not(runtime, group, play):
     layout = lay_out(POOL, [DeviceRequest("actor"), DeviceRequest("rollout", "0-1"), DeviceRequest("reference", "3")])
-    assert tuple(group.devices) == layout.devices["actor"]
+    assert group.places == layout.replicas("actor")
 
     async def use():
         others = [start(runtime, len(devices), devices) for role, devices in layout.devices.items() if role != "actor"]
@@ -375,6 +376,22 @@ def test_roles_on_one_device_share_its_gpu_and_others_do_not(runtime, group, pla
     assert {gpu for _, gpu, _ in actor} <= {"0", "1"}
     assert reference[0][1] == ""  # a CPU slot sees no GPU
     assert {threads for *_, threads in actor + reference} == {"2"}
+
+
+def test_an_engine_over_several_gpus_sees_all_of_them(runtime, play):
+    async def use():
+        group = RayGroup(runtime, Role.ROLLOUT, [partial(Worker, 0)], [POOL.devices[:2]])
+        alone = start(runtime, 2, POOL.devices[:2])
+        places = (await group.call(0, Worker.where), *await alone.broadcast(Worker.where))
+        await group.close()
+        await alone.close()
+        return places
+
+    both, first, second = play(use())
+    assert both[1] == f"{first[1]},{second[1]}"
+    assert both[0] == first[0] == second[0]
+    with pytest.raises(ClusterError, match=r"Devices 1-2 are to work as one engine, but lie on several machines"):
+        RayGroup(runtime, Role.ROLLOUT, [partial(Worker, 0)], [POOL.devices[1:3]])
 
 
 def test_two_runs_on_one_cluster_do_not_touch_each_other(runtime, group, play):
@@ -406,6 +423,25 @@ def test_the_pool_can_be_read_from_the_cluster(runtime):
     assert [(d.kind, d.node) for d in pool_of_cluster().devices] == [(Kind.CUDA, 0)] * 2 + [(Kind.CUDA, 1)] * 2
 
 
+@pytest.mark.parametrize(
+    ("cores", "count", "threads", "expected"),
+    [
+        ([8, 2], 2, 0, [(0, 4), (0, 4)]),  # two slots of four on the large one beat one of two on each
+        ([4, 2], 3, 0, [(0, 2), (0, 2), (1, 2)]),
+        ([8, 2], None, 0, [(0, 2), (1, 2)]),  # a slot a machine
+        ([3, 5], 4, 2, None),
+        ([3, 5], 3, 2, [(0, 2), (1, 2), (1, 2)]),
+    ],
+)
+def test_the_pool_of_machines_with_uneven_cores(monkeypatch, cores, count, threads, expected):
+    monkeypatch.setattr("drumroll.cluster.ray._nodes", lambda: [{"Resources": {"CPU": float(n)}} for n in cores])
+    if expected is None:
+        with pytest.raises(ClusterError, match=r"cluster.devices asks for 4 slots of 2 CPU threads, but the cluster has 3\."):
+            pool_of_cluster("auto", count, threads)
+        return
+    assert [(d.node, d.threads) for d in pool_of_cluster("auto", count, threads).devices] == expected
+
+
 def test_a_run_without_a_cluster_starts_one_that_only_this_machine_reaches_and_ends_it():
     script = """if True:
     import asyncio, os
@@ -416,7 +452,7 @@ def test_a_run_without_a_cluster_starts_one_that_only_this_machine_reaches_and_e
     async def main():
         runtime = RayRuntime(Pool.of([{Kind.CPU: 2}], threads=2))
         print({node["NodeManagerAddress"] for node in ray.nodes()})
-        group = RayGroup(runtime, Role.ACTOR, [lambda: os], runtime.pool.devices[:1])
+        group = RayGroup(runtime, Role.ACTOR, [lambda: os], [runtime.pool.devices[:1]])
         print(await group._send(0, "getenv", ("OMP_NUM_THREADS",), {}))
         await runtime.close()
         print(ray.is_initialized())

@@ -27,15 +27,6 @@ LEARNING = {
 }
 
 
-def untimed(run):
-    """Metrics without timings, as bytes."""
-    lines = [
-        {k: v for k, v in m.items() if not k.startswith(("time/", "memory/")) and k != "rollout/tokens_per_s"}
-        for m in run.metrics
-    ]
-    return json.dumps(lines)
-
-
 def test_it_really_learns(small):
     run = drumroll.train(small(**LEARNING))
     before, after = run.summary["before"], run.summary["after"]
@@ -44,7 +35,7 @@ def test_it_really_learns(small):
     assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
 
 
-def test_deterministic_runs_are_byte_equal(small):
+def test_deterministic_runs_are_byte_equal(small, untimed):
     runs = [drumroll.train(small(name=name, deterministic=True, steps=3, eval={"every": 1})) for name in ("a", "b")]
     assert untimed(runs[0]) == untimed(runs[1])
     assert [s["traces"] for s in runs[0].samples] == [s["traces"] for s in runs[1].samples]
@@ -53,7 +44,7 @@ def test_deterministic_runs_are_byte_equal(small):
 
 
 @pytest.mark.parametrize("pipeline", ["rl", "sft", "critic"])
-def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline):
+def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline, untimed):
     changes = {"deterministic": True, "eval": {"every": 2}, "checkpoint": {"every": 1}}
     if pipeline == "sft":
         rows = {"source": "drumroll.data.problems:demonstrations", "args": {"task": "sums", "flawed": 0.5}}
@@ -76,7 +67,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
-def test_an_interrupted_or_killed_run_equals_its_uninterrupted_twin(small, tmp_path, number):
+def test_an_interrupted_or_killed_run_equals_its_uninterrupted_twin(small, tmp_path, number, untimed):
     """A real process, a real signal at an arbitrary moment; resumed, it is the same run to the last byte."""
     changes = {
         "deterministic": True,
@@ -103,6 +94,27 @@ def test_an_interrupted_or_killed_run_equals_its_uninterrupted_twin(small, tmp_p
         [(s["id"].partition("~")[0], s["traces"]) for s in run.samples if s["fate"] == "trained"] for run in (twin, whole)
     ]
     assert trained[0] == trained[1]
+
+
+def test_a_second_ctrl_c_ends_at_once(small, mine, tmp_path):
+    """The first waits for the step, which here would take an hour."""
+    name = mine("import time\ndef slow(completion):\n    time.sleep(3600)\n")
+    path = tmp_path / "recipe.yaml"
+    recipe = small(reward=f"{name}:slow", rollout={"reward_timeout": 3600}, eval={"sets": {}}, import_from=[str(tmp_path)])
+    path.write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-m", "drumroll", "train", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline().startswith("step 0/2")
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline().startswith("Stopping after this step; Ctrl-C again ends the run at once")
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "interrupted; saved before the first step. Continue with: drumroll train --resume" in rest
+    assert process.returncode == 130
 
 
 def test_the_written_out_loop_has_the_same_losses(small):
@@ -199,6 +211,29 @@ def test_failing_rewards_are_recorded_and_the_run_goes_on(small, mine):
     assert len(failed) == 8
     assert failed[0]["failure"] == "RuntimeError in reward 'f': index zero is unlucky"
     assert sum(s["fate"] == "trained" for s in run.samples) == 24
+
+
+MISBEHAVING = """
+import time
+def f(completion, sample):
+    kind = (sample.draw * 7 + sample.index) % 25
+    if kind == 0: raise RuntimeError("no")
+    if kind == 1: return float("nan")
+    if kind == 2: return "1"
+    if kind == 3: time.sleep(20)
+    if kind == 4: return None
+    return float(len(completion))
+"""
+
+
+def test_a_run_goes_on_when_a_fifth_of_its_rewards_misbehave(small, mine):
+    """Raises, NaN, a string, ten times the deadline, None: each is its sample's failure, of its own kind."""
+    rollout = {"reward_timeout": 2, "prompts": 4, "samples": 4, "filter": None}
+    run = drumroll.train(small(reward=f"{mine(MISBEHAVING)}:f", rollout=rollout, steps=2, eval={"sets": {}}))
+    assert len(run.metrics) >= 2
+    kinds = {s["failure"].split(" ")[0] for s in run.samples if s["fate"] == "failed"}
+    assert kinds >= {"RuntimeError", "BadReward", "TimeoutError", "NotApplicable"}
+    assert all(s["failure"] is None for s in run.samples if s["fate"] == "trained")
 
 
 def test_several_domains_and_rewards_have_their_own_curves(small):
@@ -324,3 +359,27 @@ def test_quickstart_keeps_its_promise(seed, tmp_path):
     summary = run.summary
     assert all(value < 0.40 for value in [*summary["before"].values(), *summary["before_sampled"].values()])
     assert all(value > 0.85 for value in summary["after"].values())
+
+
+def test_a_teacher_is_approached_on_the_policys_own_samples(small):
+    """With no reward to gain, all that moves the policy is the KL term against the teacher."""
+    run = drumroll.train(
+        small(
+            model="tiny-random",
+            steps=12,
+            roles={"teacher": {"model": "tiny"}},
+            algorithm={"recipe": "grpo", "teacher": 1.0},
+            optim={"lr": 1e-2},
+            eval={"sets": {}},
+        )
+    )
+    gaps = [m["train/kl_teacher"] for m in run.metrics if "train/kl_teacher" in m]
+    assert len(gaps) == 12
+    assert sum(gaps[-3:]) < 0.9 * sum(gaps[:3])
+
+
+def test_a_teacher_must_be_named_and_speak_the_same_tokens(small, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"algorithm.teacher: 0.5 needs a model to learn from: name one under roles.teacher.model"
+    ):
+        drumroll.train(small(algorithm={"teacher": 0.5}))

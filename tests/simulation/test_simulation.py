@@ -52,7 +52,13 @@ def broken_state(monkeypatch):
     monkeypatch.setattr(
         Rollouts,
         "state",
-        lambda self: {"draw": self._next_draw, "settled": [], "source": self.source.state(), "version": self.version},
+        lambda self: {
+            "draw": self._next_draw,
+            "settled": [],
+            "source": self.source.state(),
+            "version": self.version,
+            "owed": self._places.owed,
+        },
     )
 
 
@@ -69,7 +75,9 @@ def broken_deadline(monkeypatch):
 
 def broken_admission(monkeypatch):
     monkeypatch.setattr(
-        Rollouts, "_pump", lambda self, pump=Rollouts._pump: (pump(self), self._open and self._start(self._next_prompt()))
+        Rollouts,
+        "_pump",
+        lambda self, pump=Rollouts._pump: (pump(self), self._open and self._start(self._next_prompt(set(self.source.shares)))),
     )
 
 
@@ -105,7 +113,28 @@ def broken_close(monkeypatch):
     monkeypatch.setattr(Rollouts, "_act", leaving)
 
 
-PLANTED = [broken_close, broken_release, broken_over_age, broken_state, broken_deadline, broken_admission, broken_trained]
+def broken_mixture(monkeypatch):
+    """Gives the first stream's places to the others."""
+    import drumroll.rollout.places as places
+
+    def crooked(count, shares, owed, round_=places._round):
+        whole, due = round_(count, shares, owed)
+        first, *others = whole
+        return whole | ({first: whole[first] - 3, others[0]: whole[others[0]] + 3} if others and whole[first] > 3 else {}), due
+
+    monkeypatch.setattr(places, "_round", crooked)
+
+
+PLANTED = [
+    broken_close,
+    broken_release,
+    broken_over_age,
+    broken_state,
+    broken_deadline,
+    broken_admission,
+    broken_trained,
+    broken_mixture,
+]
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda f: f.__name__)

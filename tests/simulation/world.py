@@ -188,6 +188,8 @@ class World:
         self.turns, self.stepwise, self.episodes = rng.choice([0, 1, 2, 3]), rng.random() < 0.5, 0
         self.kill_at = rng.uniform(3, 40) if rng.random() < 0.5 else None
         self.greedy = rng.random() < 0.3
+        first = rng.choice([None, None, 0.5, 0.3, 0.85])
+        self.shares = None if first is None else {"a": first, "b": 1 - first}
         self.folder = folder
         self.fates: dict[tuple[int, str], Fate] = {}
         self.begun: dict[tuple[int, int, int], Fate | None] = {}
@@ -228,7 +230,7 @@ class World:
                     assert self.trained[group.draw] == 1, f"draw {group.draw} was trained twice"
         rollouts, router = self.rollouts, self.router
         if rollouts is not None and router is not None:
-            assert rollouts._places() >= 0, "more groups on their way than the capacity"
+            assert rollouts._places.taken <= self.config.capacity, "more groups on their way than the capacity"
             for route in router.routes.values():
                 assert 0 <= route.running <= route.capacity
             for engine in self.engines.values():
@@ -296,7 +298,7 @@ class World:
         self.report.ended = "completed"
         self.router = router = Router(self.config.engine_timeout)
         self.rollouts = rollouts = Rollouts(
-            self.config, self.report.seed, SimSource(), router, FaultyScorer(self.work, self), lambda tokens: "",
+            self.config, self.report.seed, SimSource(shares=self.shares), router, FaultyScorer(self.work, self), lambda tokens: "",
             episodes=self.open, greedy=self.greedy, listeners=[ledger, self.check], clock=loop.time,
         )  # fmt: skip
         self.engines = {}
@@ -311,6 +313,11 @@ class World:
                 assert len(groups) == self.config.prompts
                 if self.config.order == "draw":
                     assert [g.draw for g in groups] == sorted(g.draw for g in groups)
+                for domain, share in (self.shares or {}).items():
+                    count = sum(g.prompt.domain == domain for g in groups)
+                    assert abs(count - share * len(groups)) <= 1, (
+                        f"{count} of {len(groups)} groups are of '{domain}', not {share}"
+                    )
                 if self.config.overage == "drop":
                     for sample in (s for g in groups for s in g.samples):
                         lag = rollouts.version - (sample.oldest_version() or 0)

@@ -173,7 +173,10 @@ def test_what_the_config_knows_of_the_parts_is_what_they_declare():
     """The config is read without importing torch, so it keeps its own lists."""
     from drumroll.config.algorithm import GROUPED, WITH_CRITIC, WITH_GREEDY, WITHOUT_RATIO
 
-    traits = {name: ESTIMATORS.traits(name) for name in ESTIMATORS.parts}
+    ours = [
+        name for name, part in ESTIMATORS.parts.items() if part.__module__.startswith("drumroll.")
+    ]  # other tests have theirs
+    traits = {name: ESTIMATORS.traits(name) for name in ours}
     assert {n for n, t in traits.items() if t.get("grouped")} == GROUPED
     assert {n for n, t in traits.items() if "values" in t.get("needs", ())} == WITH_CRITIC
     assert {n for n, t in traits.items() if "greedy" in t.get("needs", ())} == WITH_GREEDY
@@ -406,6 +409,27 @@ def test_shaping():
     assert shape(cut, AlgorithmConfig(truncated_penalty=0.3), 10).tolist() == pytest.approx([4.7, -5.0, 1.0, 0.7])
 
 
+@pytest.mark.parametrize("how", ["drop_truncated", "overage"])
+def test_penalties_and_lengths_see_what_was_written_not_what_is_trained(how):
+    """Tokens left out of the loss, of a truncated sample or of weights too old, were written all the same."""
+    batch = written((0, 1.0, [3]), (0, 1.0, [3] * 8), (0, 0.0, [4] * 10))
+    penalties = {"length_penalty": 0.5, "overlong_buffer": 0.4, "repetition_penalty": 0.1, "repetition_ngram": 2}
+    whole = AlgorithmConfig(advantage="opo", **penalties)
+    expected = shape(batch, whole, 10)
+    scores = Algorithm(whole, single_update=True, longest=10)._scores(batch)
+    if how == "overage":
+        config, fewer = whole, batch.with_(mask=batch.mask & (batch.sample_of_token() != 2))
+    else:
+        config = AlgorithmConfig(advantage="opo", drop_truncated=True, **penalties)
+        fewer = batch.with_(truncated=torch.tensor([False, False, True]))
+    done = Algorithm(config, single_update=True, longest=10).advantages(fewer)
+    assert done.trained_lengths().tolist() == [1, 8, 0]
+    assert done.policy_lengths().tolist() == scores.lengths.tolist() == [1, 8, 10]
+    assert shape(done, config, 10).tolist() == expected.tolist()
+    own = ESTIMATORS.get("opo")(scores)
+    assert done.advantages[done.mask].tolist() == pytest.approx([own[0].item(), *[own[1].item()] * 8])
+
+
 def test_repetition():
     batch = written((0, 0.0, [3, 4, 3, 4, 3]), (0, 0.0, [3, 4, 5]), (1, 0.0, [7]))
     assert repetition(batch, 2).tolist() == pytest.approx([2 / 4, 0.0, 0.0])
@@ -471,6 +495,18 @@ def test_kl_in_the_reward(advantage):
     assert done.advantages[done.mask].tolist() == pytest.approx(want)
 
 
+@pytest.mark.parametrize("advantage", ["positive", "pass_at_k"])
+def test_a_success_is_one_whatever_the_reference_costs(advantage):
+    """A KL cost above the reward makes no failure of a success, and a KL gain no success of a failure."""
+    batch = written((0, 1.0, [3, 4]), (0, 0.0, [5]), (0, 0.0, [6]))
+    reference = torch.where(batch.mask, torch.where(batch.sample_of_token() == 0, -50.0, -0.1), 0.0)
+    batch = batch.with_(reference=reference, behaviour=torch.where(batch.mask, -1.0, 0.0))
+    costly = Algorithm(AlgorithmConfig(advantage=advantage, kl_reward=1.0), single_update=True).advantages(batch)
+    free = Algorithm(AlgorithmConfig(advantage=advantage), single_update=True).advantages(batch)
+    assert costly.advantages.tolist() == free.advantages.tolist()
+    assert free.advantages[batch.mask][0] > 0
+
+
 def test_the_adaptive_coefficient_moves_towards_its_target():
     penalty = KLPenalty(AlgorithmConfig(kl_reward=0.1, kl_target=1.0, kl_horizon=10))
     penalty(torch.tensor([5.0]), torch.tensor([0]), 1)
@@ -529,6 +565,42 @@ def test_an_estimator_of_ones_own_and_a_guard_against_nan(mine):
     assert done.advantages[done.mask].max() == 0.5
     with pytest.raises(AlgorithmError, match=rf"algorithm.advantage '{name}:broken' gave nan for sample 0 .*domain 'd'"):
         Algorithm(AlgorithmConfig(advantage=f"{name}:broken"), single_update=True).advantages(batch)
+
+
+def test_a_finite_loss_with_a_broken_gradient_leaves_the_weights(mine):
+    from drumroll.config.optim import OptimConfig
+    from drumroll.learners import Update
+    from drumroll.learners.torch import TorchLearner
+    from drumroll.models.loading import load as load_model
+
+    name = mine("def broken(tokens, config): return (tokens.logprobs * 0).sqrt()")
+    algorithm = Algorithm(AlgorithmConfig(loss=f"{name}:broken"), single_update=True)
+    learner = TorchLearner(load_model("tiny-random"), OptimConfig(lr=1.0), total_steps=1)
+    before = {n: w.clone() for n, w in learner.weights().items()}
+    with pytest.raises(AlgorithmError, match=r"the gradient at step 1 has norm nan though the loss is finite"):
+        learner.update(Update(algorithm.advantages(sample_batch()), algorithm.loss, algorithm.aggregate))
+    assert all(torch.equal(before[n], w) for n, w in learner.weights().items())
+
+
+def test_a_critic_of_ones_own_estimator_is_asked_for_by_its_traits(mine, small):
+    from drumroll.cluster.layout import requests
+    from drumroll.cluster.workers import open_algorithm
+
+    text = "from drumroll.algorithms.advantages import ESTIMATORS\n{}def mine(scores): return scores.rewards\n"
+    name = mine(text.format("@ESTIMATORS.register('with_critic', needs=('values',))\n"))
+    config = load(small(algorithm={"advantage": f"{name}:mine", "critic_first": 1})).config
+    assert "critic" in [r.role for r in requests(config, open_algorithm(config).needs)]
+    plain = load(small(algorithm={"advantage": f"{mine(text.format(''))}:mine"})).config
+    assert "critic" not in [r.role for r in requests(plain, open_algorithm(plain).needs)]
+    with pytest.raises(ConfigError, match=r"critic_first: 1 needs a critic, but algorithm.advantage: .*:mine asks for none"):
+        Algorithm(plain.algorithm.model_copy(update={"critic_first": 1}), single_update=True)
+
+
+def test_what_a_critic_explains_of_equal_returns_is_nothing():
+    batch = written((0, 1.0, [3, 4]), (0, 1.0, [5]))
+    algorithm = Algorithm(AlgorithmConfig(recipe="ppo", gae_decay=1.0), single_update=True)
+    algorithm.advantages(batch.with_(values=torch.where(batch.mask, torch.tensor([0.0, 0.3, 0.9, 0.0, -2.0]), 0.0)))
+    assert algorithm.metrics["critic/explained"] == 0.0
 
 
 def test_a_loss_that_is_not_a_number_names_itself_and_the_sample(mine):

@@ -69,9 +69,9 @@ def test_micro_batches_partition_the_traces(made, budget):
     batch = pack(made)
     chunks = batch.micro_batches(budget)
     assert sorted(t for c in chunks for t in c) == list(range(batch.num_traces))
+    families = batch.families()
     for chunk in chunks:
-        total = sum(int(batch.lengths[t]) for t in chunk)
-        assert total <= budget or len(chunk) == 1
+        assert batch.computed(families, chunk) <= budget or len(chunk) == 1
 
 
 @given(groups(), st.randoms())
@@ -125,9 +125,24 @@ def random_groups(count=6, samples=4, seed=0):
     return made
 
 
+def exact(model):
+    """Norms in the model's own precision. Hugging Face's round activations and gradients to float32 on the way, and what
+    is shared is added up before that rounding, not after: without this, a float64 model agrees only to about 1e-7."""
+    for norm in model.module.modules():
+        if type(norm).__name__.endswith("RMSNorm"):
+            gain = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
+
+            def forward(x, norm=norm, gain=gain):
+                eps = getattr(norm, "variance_epsilon", None) or norm.eps
+                return (norm.weight + gain) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+            norm.forward = forward
+    return model
+
+
 def gradient(batch, loss, aggregate=token_mean, micro_tokens=10_000, dtype="float64"):
     """The whole gradient of one update, as a vector (clipping off, learning rate 0)."""
-    model = load("tiny-random", dtype=dtype, seed=1)
+    model = exact(load("tiny-random", dtype=dtype, seed=1))
     learner = TorchLearner(model, OptimConfig(lr=0.0, grad_clip=0, micro_tokens=micro_tokens), total_steps=1)
     grads = []
     learner.optimizer.step = lambda: grads.extend(p.grad.clone().flatten() for p in learner.master)  # type: ignore[method-assign]

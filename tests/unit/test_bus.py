@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import pickle
@@ -19,9 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drumroll.cluster.bus import BusError, Corrupted, Local, Packing, Receiver, Sender, WrongVersion, settle, unpack
-from drumroll.cluster.bus.broadcast import IN_FLIGHT, BroadcastReceiver, BroadcastSender, Meeting
+from drumroll.cluster.bus import BusError, Corrupted, Entry, Local, Packing, Receiver, Sender, WrongVersion, settle, unpack
+from drumroll.cluster.bus.broadcast import IN_FLIGHT, BroadcastReceiver, BroadcastSender, Meeting, _Header
+from drumroll.cluster.bus.choice import Carrier, End, choose
 from drumroll.cluster.bus.shared import SharedReceiver, SharedSender
+from drumroll.errors import ConfigError
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64),
@@ -379,6 +382,45 @@ def test_broadcast_to_two_receivers_in_several_buckets(engines: Callable[[], Eng
         assert publish(sender, readers, version, update) == [shown(update)] * 2
     assert sender._link.store.num_keys() < 20  # the headers of old parcels are not kept
     sender.close()
+
+
+def listening(port: int) -> set[str]:
+    """The addresses, as the kernel writes them, at which something of this machine listens on a port."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port}
+
+
+def test_the_store_listens_on_its_own_address_only_and_holds_no_code():
+    sender = BroadcastSender(Meeting("127.0.0.1", 0, 1))
+    assert listening(sender.meeting.port) == {"0100007F"}
+    manifest = (Entry("a.b", torch.bfloat16, (2, 3), 0, 12, 7), Entry("ü", torch.bool, (), 64, 65))
+    for header in (_Header(3, manifest, 65), _Header(3, error="ZeroDivisionError: no")):
+        assert _Header.decode(header.encode().encode()) == header
+        json.loads(header.encode())
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ends", "carrier"),
+    [
+        ("auto", [End("a"), End("a")], Carrier("shared", "cpu", "127.0.0.1")),
+        ("auto", [End("a"), End("b")], Carrier("broadcast", "cpu", "a")),
+        ("broadcast", [End("a"), End("a")], Carrier("broadcast", "cpu", "127.0.0.1")),
+        ("auto", [End("a", 0), End("b", 8)], Carrier("broadcast", "cuda:0", "a")),
+        ("auto", [End("a", 0), End("a", 1), End("a", 2)], Carrier("broadcast", "cuda:0", "127.0.0.1")),
+        ("auto", [End("a", 0), End("a", 0)], Carrier("shared", "cpu", "127.0.0.1")),  # NCCL refuses two on one GPU
+        ("auto", [End("a", 0), End("a", 0), End("b", 8)], Carrier("broadcast", "cpu", "a")),
+        ("auto", [End("a", 0), End("b")], Carrier("broadcast", "cpu", "a")),  # a CPU among them
+        ("shared", [End("a", 0), End("a", 1)], Carrier("shared", "cuda:0", "127.0.0.1")),
+    ],
+)
+def test_the_carrier_follows_from_where_the_ends_are(wanted: str, ends: list[End], carrier: Carrier):
+    assert choose(wanted, ends) == carrier
+
+
+def test_shared_memory_between_machines_is_refused():
+    with pytest.raises(ConfigError, match=r"cluster.bus: shared reaches one machine only, but actor and engines are on 2"):
+        choose("shared", [End("a"), End("b")])
 
 
 def test_buckets_hold_every_tensor_once_and_keep_their_size():

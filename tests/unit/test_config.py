@@ -86,6 +86,27 @@ def test_overrides_win_and_are_typed(small):
     assert (config.optim.lr, config.steps, config.deterministic) == (1e-5, 7, True)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_algorithms_name_and_its_keys_can_both_be_overridden(small, order):
+    overrides = ["algorithm=rloo", "algorithm.reward_clip=2"][::order]
+    chosen = load(small(algorithm="dapo"), overrides).config.algorithm
+    assert (chosen.recipe, chosen.advantage, chosen.reward_clip) == ("rloo", "rloo", 2.0)
+    assert load(small(algorithm="dapo"), ["algorithm.clip_high=0.4"]).config.algorithm.overlong_buffer == 0.25
+
+
+def test_models_in_a_directory_are_known_by_their_absolute_paths(small, tmp_path, monkeypatch):
+    (tmp_path / "here/model").mkdir(parents=True)
+    (tmp_path / "beside/judge").mkdir(parents=True)
+    recipe = small(model="./model", roles={"judge": {"model": "judge"}, "reference": {"model": "org/absent"}})
+    (tmp_path / "beside/recipe.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(tmp_path / "here")
+    config = load(tmp_path / "beside/recipe.yaml").config
+    assert config.model == str(tmp_path / "here/model")
+    assert config.roles.judge.model == str(tmp_path / "beside/judge")
+    assert config.roles.reference.model == "org/absent"
+    assert load(small()).config.model == "tiny"
+
+
 def test_a_dumped_config_loads_to_itself(small):
     config = load(small(seed=3)).config
     assert load(yaml.safe_load(dump(config))).config == config

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from drumroll.data.rows import read
 from drumroll.data.source import PromptSource
 from drumroll.errors import DataError
 from drumroll.models import tiny
+from drumroll.rollout.places import Places
 
 RENDERER = Renderer(tiny.tokenizer())
 TEMPLATE = (
@@ -154,7 +156,7 @@ def test_files_of_all_kinds_read_the_same(tmp_path):
         writer.writeheader()
         writer.writerows(rows)
     for kind in ("jsonl", "json", "parquet", "csv"):
-        assert read("x", DatasetConfig(source=str(tmp_path / f"r.{kind}")), 0) == rows
+        assert list(read("x", DatasetConfig(source=str(tmp_path / f"r.{kind}")), 0)) == rows
 
 
 def test_plain_text_and_chat_rendering():
@@ -181,3 +183,16 @@ def test_chat_rows_give_their_last_turn_as_completion(tmp_path):
     prompt, reader = made.draw_with_reader()
     assert prompt.content == (turns[0],)
     assert reader.renderer.tokenizer.decode(reader.answer(prompt), skip_special_tokens=True) == "yo</>"
+
+
+@given(st.lists(st.floats(0.02, 1), min_size=1, max_size=6), st.lists(st.integers(1, 40), min_size=1, max_size=30))
+def test_every_batch_has_each_streams_share_to_within_one(weights, batches):
+    shares = {str(i): w for i, w in enumerate(weights)}
+    places, total, seen = Places(64, shares), sum(weights), Counter()
+    for count in batches:
+        quotas = places.quotas(count)
+        assert sum(quotas.values()) == count
+        assert all(abs(quotas[s] - count * shares[s] / total) <= 1 + 1e-6 for s in shares)
+        seen.update(quotas)
+    drawn = sum(batches)
+    assert all(abs(seen[s] - drawn * shares[s] / total) <= len(shares) for s in shares)  # nothing is denied for good

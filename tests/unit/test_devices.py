@@ -1,10 +1,14 @@
 """Roles get the devices they ask for, and a request that cannot be met is refused with its arithmetic."""
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drumroll.cluster.devices import Device, DeviceRequest, Kind, Pool, ProcessRequest, Sharing, lay_out, parse, ranges
+from drumroll.cluster.layout import pool_of
+from drumroll.config import load
 from drumroll.errors import ConfigError
 
 
@@ -23,6 +27,13 @@ def refusal(pool, *requests, processes=()):
 
 
 # --- the pool ---
+
+
+@pytest.mark.parametrize(("threads", "own", "expected"), [(0, 3, 3), (2, 3, 2), (0, 0, None)])
+def test_the_threads_of_a_device_are_the_clusters_or_the_runs(small, threads, own, expected):
+    config = load(small(threads=own, cluster={"runtime": "ray", "kind": "cpu", "devices": 2, "threads": threads})).config
+    cores = max(1, (os.cpu_count() or 1) // 2)
+    assert [d.threads for d in pool_of(config, 0).devices] == [expected or cores] * 2
 
 
 def test_a_pool_counts_node_by_node_and_gpus_first():

@@ -12,9 +12,9 @@ from drumroll.batch import pack
 from drumroll.config.optim import OptimConfig
 from drumroll.engines import EngineLost, Request, Sampling
 from drumroll.engines.native import NativeEngine
-from drumroll.engines.sampler import choose, keyed_uniform
+from drumroll.engines.sampler import Restriction, choose, keyed_uniform
 from drumroll.learners.torch import TorchLearner
-from drumroll.models.loading import load
+from drumroll.models.loading import end_tokens, load
 from drumroll.sample import Group, Owner, Prompt, Sample, StopReason, Trace
 
 
@@ -79,17 +79,23 @@ def test_logprobs_equal_the_learners(which, model, request):
 
 
 def test_greedy_equals_transformers_generate(engine, model):
-    wanted = requests(20, temperature=0.0, max_tokens=10)
+    wanted = requests(200, temperature=0.0, max_tokens=10)
     ours = run(engine, wanted)
     model.module.set_attn_implementation("eager")
+    plain = {}
     try:
-        for request, completion in zip(wanted, ours, strict=True):
-            plain = model.module.generate(
-                torch.tensor([request.tokens]), max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=list(model.eos)
+        for length in {len(r.tokens) for r in wanted}:
+            prompts = sorted({r.tokens for r in wanted if len(r.tokens) == length})
+            out = model.module.generate(
+                torch.tensor(prompts), max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=list(model.eos)
             )
-            assert completion.tokens == plain[0, len(request.tokens) :].tolist()
+            plain |= dict(zip(prompts, out[:, length:].tolist(), strict=True))
     finally:
         model.module.set_attn_implementation("drumroll")
+    for request, completion in zip(wanted, ours, strict=True):
+        expected = plain[request.tokens]
+        assert completion.tokens == expected[: len(completion.tokens)]
+        assert not any(expected[len(completion.tokens) :])  # padding
 
 
 def test_fixed_shape_is_bitwise_independent_of_company(fixed):
@@ -263,6 +269,51 @@ def test_a_killed_engine_thread_loses_its_requests_and_says_so(model):
         run(engine, requests(2))
 
 
+def test_weights_that_cannot_be_loaded_are_told_and_lose_the_engine():
+    engine = NativeEngine(load("tiny-random"), slots=4, context=32)
+    name = next(iter(dict(engine.model.module.named_parameters())))
+    with pytest.raises(EngineLost, match=r"could not change its state: RuntimeError"):
+        engine.load(1, {name: torch.zeros(3, 5)}, recompute=False)
+    assert engine.version == 0
+    with pytest.raises(EngineLost):
+        run(engine, requests(2))
+
+
+def test_a_sleeping_engine_ends_what_runs_and_keeps_what_comes_until_it_wakes(model):
+    engine = endless(model, slots=2)
+
+    async def go():
+        loop = asyncio.get_running_loop()
+        running = [asyncio.create_task(engine.generate(Request(f"{i}", (5, 6), Sampling(1.0, 3000), i))) for i in range(3)]
+        await until(lambda: len(lengths(engine)) == 2)
+        await loop.run_in_executor(None, engine.sleep)
+        assert engine._kept is None
+        assert [(await task).stop for task in running] == [StopReason.ABORTED] * 3
+        late, gone = (asyncio.create_task(engine.generate(Request(n, (5, 6), Sampling(1.0, 9), 0))) for n in ("late", "gone"))
+        await until(lambda: len(engine._waiting) == 2)
+        engine.abort("gone")
+        assert (await gone).stop is StopReason.ABORTED
+        assert not late.done()
+        await loop.run_in_executor(None, engine.wake)
+        return await late
+
+    assert len(asyncio.run(go()).tokens) == 9
+    engine.close()
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["generation config", "model config only"])
+def test_the_tokens_that_end_a_completion_are_known_without_the_weights(tmp_path, listed):
+    model = load("tiny")
+    model.module.generation_config.eos_token_id = [2, 7]
+    model.module.config.eos_token_id = 5
+    model.module.save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    if not listed:
+        (tmp_path / "generation_config.json").unlink()
+    assert end_tokens(str(tmp_path)) == load(str(tmp_path)).eos == (frozenset({2, 7}) if listed else frozenset({2, 5}))
+    assert end_tokens("tiny") == load("tiny").eos
+
+
 # --- the sampler ---
 
 
@@ -295,11 +346,67 @@ def test_extreme_uniforms_stay_in_range():
         assert torch.isfinite(logprobs).all(), (u, tokens)
 
 
-def test_top_k_and_top_p_restrict():
+def test_top_k_top_p_and_min_p_restrict():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).expand(2000, -1)
     uniform = torch.from_numpy(keyed_uniform(np.arange(2000, dtype=np.uint64), np.zeros(2000, dtype=np.uint64)))
     ones = torch.ones(2000)
-    top2, _ = choose(logits, ones, uniform, ones, torch.full((2000,), 2))
+    none = torch.zeros(2000, dtype=torch.int64)
+    top2, _ = choose(logits, ones, uniform, Restriction(ones, none + 2, ones * 0))
     assert set(top2.tolist()) == {0, 1}
-    nucleus, _ = choose(logits, ones, uniform, torch.full((2000,), 0.8), torch.zeros(2000, dtype=torch.int64))
+    nucleus, _ = choose(logits, ones, uniform, Restriction(ones * 0.8, none, ones * 0))
     assert set(nucleus.tolist()) == {0, 1}
+    likely, _ = choose(logits, ones, uniform, Restriction(ones, none, ones * 0.2))
+    assert set(likely.tolist()) == {0, 1, 2}
+
+
+def test_a_large_vocabulary_passes_chi_square_and_draws_do_not_depend_on_the_batch():
+    """More than one block, the last one not full; rows at other temperatures beside."""
+    torch.manual_seed(0)
+    draws = 20_000
+    row = torch.randn(1000) * 2
+    uniform = torch.from_numpy(keyed_uniform(np.arange(draws, dtype=np.uint64), np.full(draws, 3, dtype=np.uint64)))
+    tokens, logprobs = choose(row.expand(draws, -1), torch.full((draws,), 1.3), uniform)
+    probs = torch.softmax(row.double() / 1.3, 0)
+    bins = (probs.sort(descending=True).indices.argsort() // 20).clamp_max(30)
+    expected = torch.zeros(31, dtype=torch.float64).index_add_(0, bins, probs) * draws
+    counts = torch.zeros(31, dtype=torch.float64).index_add_(0, bins[tokens], torch.ones(draws, dtype=torch.float64))
+    assert float(((counts - expected) ** 2 / expected).sum()) < 67  # 30 degrees: p > 1e-4
+    assert torch.allclose(logprobs, torch.log_softmax(row / 1.3, 0)[tokens], atol=1e-5)
+    company = torch.cat([row.expand(5, -1), torch.randn(3, 1000)])
+    heat = torch.tensor([1.3] * 5 + [0.0, 0.7, 1.0])
+    beside, their = choose(company, heat, torch.cat([uniform[:5], uniform[:3]]))
+    assert torch.equal(beside[:5], tokens[:5])
+    assert torch.equal(their[:5], logprobs[:5])
+
+
+def test_restrictions_on_a_large_vocabulary():
+    """More entries reach the mass than are ranked at first; rows without a restriction are not disturbed."""
+    logits = torch.zeros(3, 5000)
+    logits[:, :4000] = 1.0
+    limit = Restriction(torch.tensor([0.8, 1.0, 1.0]), torch.tensor([0, 0, 1]), torch.tensor([0.0, 0.0, 0.0]))
+    logits[:, 17] = 1.5
+    last = torch.full((3,), 1 - 2**-53, dtype=torch.float64)
+    tokens, logprobs = choose(logits, torch.ones(3), last, limit)
+    assert tokens.tolist() == [3999, 4999, 17]
+    assert torch.allclose(logprobs, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0])
+
+
+def test_generation_follows_weights_that_a_learner_changes_in_place():
+    """Neither packed copies of the old weights nor keys and values made with them are used."""
+    model = load("tiny-random", seed=3)
+    made = NativeEngine(model, slots=8, context=32)
+    [one] = requests(1, temperature=0.0)
+    before = run(made, [one])[0]
+    optimizer = torch.optim.AdamW(model.module.parameters(), lr=0.05, fused=True)
+    for parameter in model.module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    made.set_version(1)
+    after = run(made, [dataclasses.replace(one, id="again", tokens=(*one.tokens, *before.tokens[:1]))])[0]
+    made.close()
+    fresh = NativeEngine(model, slots=8, context=32)
+    truth = run(fresh, [dataclasses.replace(one, id="again", tokens=(*one.tokens, *before.tokens[:1]))])[0]
+    fresh.close()
+    assert after.tokens == truth.tokens
+    assert max(abs(a - b) for a, b in zip(after.logprobs, truth.logprobs, strict=True)) < 1e-5
+    assert after.tokens != before.tokens[1:]

@@ -150,10 +150,11 @@ class Rows:
 
     def __init__(self, scene):
         self.scene, self.count = scene, 0
+        self.shares = {"": 1.0}
 
     def draw(self):
         self.count += 1
-        return Prompt(f"p{self.count}", "d", "", (), {}, self.scene)
+        return Prompt(f"p{self.count}", "d", "", (), scene=self.scene)
 
     def exhausted(self):
         return False
@@ -244,7 +245,7 @@ async def play(episodes, sample, texts):
 
 
 def sample_of(scene, draw=0, index=0, **columns):
-    return Sample(Prompt("p", "d", "", (), columns, scene), draw, index)
+    return Sample(Prompt("p", "d", "", (), columns, scene=scene), draw, index)
 
 
 def played(scene, texts=("r",), context=200, **config):

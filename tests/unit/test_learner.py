@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_batch import random_groups, relative
+from test_batch import exact, random_groups, relative
 
 from drumroll.algorithms import Algorithm
 from drumroll.algorithms.aggregations import Shares
@@ -44,7 +44,7 @@ def batch():
 
 def critic(micro_tokens=10_000, dtype="float64", **optim):
     config = OptimConfig(grad_clip=0, micro_tokens=micro_tokens, **optim)
-    learner = TorchCritic(value_model(load("tiny-random", dtype=dtype, seed=1)), config, total_steps=1)
+    learner = TorchCritic(value_model(exact(load("tiny-random", dtype=dtype, seed=1))), config, total_steps=1)
     torch.nn.init.normal_(learner.model.module.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     return learner
 
@@ -95,7 +95,7 @@ def test_an_idle_update_counts_and_trains_nothing():
     learner = TorchLearner(load("tiny-random"), OptimConfig(lr=1.0), total_steps=1)
     before = copy.deepcopy(learner.weights())
     assert learner.update(Update(batch(), SFTLoss(), Shares("token_mean"), idle=True)) == {}
-    assert learner.updates() == 1
+    assert learner.step == 1
     assert all(torch.equal(before[name], value) for name, value in learner.weights().items())
 
 
@@ -159,6 +159,26 @@ def test_recomputing_really_happens(monkeypatch):
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_stays_off_in_updates(recompute):
+    """The policy that is trained is the one that sampled."""
+    model = load("tiny-random", seed=1, recompute_activations=recompute)
+    layer = model.module.model.layers[0]
+    layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.5))
+    learner = TorchLearner(model, OptimConfig(), total_steps=1)
+    made = batch()
+    made = made.with_(behaviour=learner.logprobs(made, 1.0))
+    metrics = learner.update(Update(made, SFTLoss(), Shares("token_mean")))
+    assert metrics["train/mismatch"] < 1e-5
+
+
+def test_a_rank_without_tokens_keeps_the_steps_metrics():
+    report = {"train/loss": 0.5, "train/tokens": 8.0, "train/lr": 1e-3, "train/grad_norm": 2.0, "train/entropy": 1.5}
+    empty = {"train/loss": 0.0, "train/tokens": 0.0, "train/lr": 1e-3, "train/grad_norm": 2.0}
+    assert merge([empty, report]) == report
+    assert merge([empty, empty]) == empty
+
+
 def test_bfloat16_keeps_float32_masters():
     """A step far below bfloat16's resolution is not lost: a few of them move the working weights."""
     learner = TorchLearner(load("tiny-random", dtype="bfloat16", seed=1), OptimConfig(lr=1e-3, grad_clip=0), total_steps=1)
@@ -188,7 +208,7 @@ def data_parallel(rank, count, port, dtype):
     torch.set_num_threads(1)
     ranks = Ranks.meet(rank, count, "127.0.0.1", port, device="cpu", seconds=60)
     config = OptimConfig(lr=1e-2, grad_clip=0, minibatch=12, micro_tokens=60)
-    learner = TorchLearner(load("tiny-random", dtype=dtype, seed=1), config, total_steps=1, ranks=ranks)
+    learner = TorchLearner(exact(load("tiny-random", dtype=dtype, seed=1)), config, total_steps=1, ranks=ranks)
     made = Algorithm(AlgorithmConfig(advantage="reinforce", loss="pg"), single_update=True).advantages(batch())
     grads, step = [], learner.optimizer.step
 

@@ -3,15 +3,18 @@
 import asyncio
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from drumroll.cluster.pool import KillablePool, WorkerDied
 from drumroll.config.reward import RewardConfig
+from drumroll.config.roles import JudgeRole
+from drumroll.engines import Completion, EngineLost
 from drumroll.errors import ConfigError
-from drumroll.rewards import REWARDS, Scorer
+from drumroll.models.loading import load_tokenizer
+from drumroll.rewards import Scorer
+from drumroll.rewards.asking import open_judge
 from drumroll.rewards.text import exact, number
-from drumroll.sample import Prompt, Sample
+from drumroll.rollout.router import Router
+from drumroll.sample import Prompt, Sample, StopReason
 
 
 def scored(config, completion="7", timeout=30.0, **columns):
@@ -138,14 +141,6 @@ def test_unknown_arguments_are_refused():
         Scorer({"*": [RewardConfig(use="length", args={"targett": 3})]})
 
 
-@given(st.text(), st.text())
-@pytest.mark.parametrize("name", sorted(REWARDS.parts))
-def test_built_ins_never_raise(name, completion, answer):
-    function = REWARDS.get(name)
-    value = function(completion=completion) if name == "length" else function(completion=completion, answer=answer)
-    assert 0.0 <= value <= 1.0
-
-
 @pytest.mark.parametrize(
     ("completion", "answer", "value"),
     [("so 3 + 4 = 7.", "7", 1), ("1,234", 1234, 1), ("it is -5", "-5", 1), ("7 or 8", "7", 0), ("", "7", 0), ("7.0", 7, 1)],
@@ -174,3 +169,55 @@ def test_a_judge_is_asked_about_the_answer(says, reward):
 def test_a_reward_that_asks_a_judge_needs_one():
     with pytest.raises(ConfigError, match=r"reward 'judge' asks a judge, but there is none: name one under roles.judge"):
         Scorer({"*": [RewardConfig(use="judge")]})
+
+
+class Judges:
+    """Judges behind a router, of which the first is lost, and the second has to rest in the middle of its answer."""
+
+    def __init__(self):
+        self.router = Router()
+        self.asked = []
+        for name, answer in (("0", self.die), ("1", self.answer)):
+            self.router.join(name, answer, 1)
+
+    async def die(self, request):
+        raise EngineLost("gone")
+
+    async def answer(self, request):
+        self.asked.append((len(request.tokens), request.sampling.max_tokens))
+        if len(self.asked) == 1:
+            return Completion([TOKENS[0]], [0.0], [0], StopReason.ABORTED)
+        return Completion(TOKENS[1:], [0.0] * 2, [0] * 2, StopReason.EOS)
+
+
+TOKENS = list(load_tokenizer("tiny")("yes")["input_ids"])
+
+
+def test_a_judge_that_is_lost_or_must_rest_is_asked_again(tmp_path):
+    role = JudgeRole(model="tiny", max_tokens=8, backoff=0.01)
+
+    async def main():
+        judges = Judges()
+        ask = open_judge(role, tmp_path, judges.router, load_tokenizer("tiny"))
+        assert await ask("is it?") == "yes"
+        (first, all_tokens), (second, rest) = judges.asked
+        assert (second - first, all_tokens, rest) == (1, 8, 7)
+        assert judges.router.busy() == 0
+
+    asyncio.run(main())
+
+
+def test_time_with_the_judge_is_not_the_rewards(mine):
+    async def slow(question):
+        await asyncio.sleep(0.3)
+        return "yes"
+
+    def score(use, seconds):
+        scorer = Scorer({"*": [RewardConfig(use=use)]}, seconds, judge=slow)
+        sample = Sample(Prompt("p", "d", "2+2", (1,)), 0, 0, completion="4")
+        asyncio.run(scorer.score(sample))
+        return sample
+
+    assert score("judge", 0.1).reward == 1.0
+    name = mine("import asyncio\nasync def late(completion, judge):\n    await judge('x')\n    await asyncio.sleep(60)\n")
+    assert score(f"{name}:late", 0.1).failure.kind == "TimeoutError"

@@ -66,3 +66,20 @@ def test_a_resting_engine_gets_nothing_until_it_is_back():
         router.back("nobody")
 
     asyncio.run(main())
+
+
+def test_nobody_gives_up_while_an_engine_is_being_started():
+    async def main():
+        router, one = Router(0.05), Engine()
+        router.join("one", one.generate, 1, one.interrupt)
+        router.expect("one")
+        router.leave("one")
+        await asyncio.sleep(0.2)
+        assert router.hopeless is None
+        router.expect("one", False)
+        await asyncio.sleep(0.2)
+        assert router.hopeless is not None
+        router.join("one", one.generate, 1, one.interrupt)
+        assert router.hopeless is None
+
+    asyncio.run(main())

@@ -77,10 +77,10 @@ class Waiting(Chatter):
 
 
 class Quiz:
-    """Sums, one after the other: the tiny model knows the kind of question."""
+    """Sums, one after the other: the tiny model knows the kind of question. Or any `even` number is right."""
 
-    def __init__(self, questions=2):
-        self.questions = questions
+    def __init__(self, questions=2, even=False):
+        self.questions, self.even = questions, even
 
     def ask(self):
         self.numbers = [self.rng.randint(0, 9) for _ in range(3)]
@@ -91,11 +91,12 @@ class Quiz:
         return self.ask()
 
     def step(self, text):
-        right = text.strip() == str(sum(self.numbers))
+        said = text.strip()
+        right = said.isdigit() and int(said) % 2 == 0 if self.even else said == str(sum(self.numbers))
         self.right += right
         done = self.asked >= self.questions
         self.asked += 1
-        info = {"effective": text.strip().isdigit(), "success": done and self.right == self.questions}
+        info = {"effective": said.isdigit(), "success": done and self.right == self.questions}
         return Step(self.ask(), right / self.questions, done, False, info)
 
     def close(self):

@@ -11,13 +11,13 @@ from torch import Tensor
 from drumroll.algorithms.advantages import ESTIMATORS, Scores, TurnScores
 from drumroll.algorithms.aggregations import Shares
 from drumroll.algorithms.losses import LOSSES, PolicyLoss, ValueLoss, kl_divergence
-from drumroll.algorithms.shaping import KLPenalty, Normaliser, shape, shape_alone
+from drumroll.algorithms.shaping import FLAT, KLPenalty, Normaliser, shape, shape_alone
 from drumroll.algorithms.statistics import means_of, sums_by, whiten
 from drumroll.batch import Batch, Turns
 from drumroll.config.algorithm import AlgorithmConfig
-from drumroll.errors import AlgorithmError
+from drumroll.errors import AlgorithmError, ConfigError
 
-OLD, REFERENCE, VALUES, GREEDY = "old log-probs", "reference", "values", "greedy"
+OLD, REFERENCE, TEACHER, VALUES, GREEDY = "old log-probs", "reference", "teacher", "values", "greedy"
 
 
 class Algorithm:
@@ -43,6 +43,11 @@ class Algorithm:
         LOSSES.get(config.loss)
         self.old_is_behaviour = stale and config.correction == "none"
         self.needs = self._needs(single_update)
+        if config.critic_first and VALUES not in self.needs:
+            raise ConfigError(
+                f"algorithm.critic_first: {config.critic_first} needs a critic, but algorithm.advantage: {config.advantage} asks for none; "
+                'register it with needs=("values",), or set critic_first 0.'
+            )
 
     def _needs(self, single_update: bool) -> dict[str, str]:
         config, needs = self.config, {}
@@ -51,6 +56,8 @@ class Algorithm:
         if config.needs_reference():
             terms = [name for name in ("kl", "kl_reward") if getattr(config, name)]
             needs[REFERENCE] = f"algorithm.{' and algorithm.'.join(terms)} compare with the reference policy"
+        if config.teacher:
+            needs[TEACHER] = "algorithm.teacher compares with the teacher"
         for what in self._traits.get("needs", ()):
             why = "the critic's expectations" if what == VALUES else "the reward of a greedy answer to each prompt"
             needs[what] = f"algorithm.advantage: {config.advantage} compares with {why}"
@@ -72,7 +79,7 @@ class Algorithm:
             returns[mask] = (tokens[mask] + scores.values).float()
             if mask.any():
                 error, spread = (v.var(correction=0) for v in (returns[mask] - scores.values, returns[mask]))
-                self.metrics["critic/explained"] = float(1 - error / spread.clamp_min(1e-12))
+                self.metrics["critic/explained"] = float(1 - error / spread) if spread > FLAT**2 else 0.0
         if config.whiten:
             tokens = whiten(tokens, mask)
         if config.advantage_clip is not None:

@@ -23,12 +23,12 @@ def token_mean(batch: Batch, longest: int = 1) -> Tensor:
 
 def _samples(batch: Batch) -> Tensor:
     """How many samples of the minibatch have a trained token."""
-    return (batch.policy_lengths() > 0).sum().clamp_min(1)
+    return (batch.trained_lengths() > 0).sum().clamp_min(1)
 
 
 def sequence_mean(batch: Batch, longest: int = 1) -> Tensor:
     """Every sample counts the same, and so does every token within it."""
-    return batch.mask.float() / batch.policy_lengths().clamp_min(1)[batch.sample_of_token()] / _samples(batch)
+    return batch.mask.float() / batch.trained_lengths().clamp_min(1)[batch.sample_of_token()] / _samples(batch)
 
 
 def sequence_sum(batch: Batch, longest: int = 1) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drumroll.algorithms import GREEDY, OLD, REFERENCE, VALUES, Algorithm
+from drumroll.algorithms import GREEDY, OLD, REFERENCE, TEACHER, VALUES, Algorithm
 from drumroll.algorithms.advantages import ESTIMATORS
 from drumroll.algorithms.aggregations import AGGREGATIONS
 from drumroll.algorithms.losses import LOSSES
@@ -42,6 +42,7 @@ def _needs(config: AlgorithmConfig) -> list[str]:
     unneeded = {
         OLD: "with one update the policy before it is the policy in it; run with optim.minibatch or optim.epochs above 1",
         REFERENCE: "no term compares with it; run with algorithm.kl or algorithm.kl_reward above 0",
+        TEACHER: "no term compares with it; run with algorithm.teacher above 0",
         VALUES: f"only for algorithm.advantage: {', '.join(sorted(WITH_CRITIC))}",
         GREEDY: f"only for algorithm.advantage: {', '.join(sorted(WITH_GREEDY))}",
     }

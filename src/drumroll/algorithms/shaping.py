@@ -40,9 +40,9 @@ def repetition(batch: Batch, size: int) -> Tensor:
     """[samples] the share of pieces of `size` policy tokens that their sample wrote before."""
     pieces, repeated = [0] * batch.num_samples, [0] * batch.num_samples
     seen: list[set[tuple[int, ...]]] = [set() for _ in range(batch.num_samples)]
-    tokens, mask = batch.tokens.split(batch.lengths.tolist()), batch.mask.split(batch.lengths.tolist())
-    for sample, own, trained in zip(batch.sample_of.tolist(), tokens, mask, strict=True):
-        written = own[trained].tolist()
+    tokens, owned = batch.tokens.split(batch.lengths.tolist()), batch.owned.split(batch.lengths.tolist())
+    for sample, all_tokens, own in zip(batch.sample_of.tolist(), tokens, owned, strict=True):
+        written = all_tokens[own].tolist()
         for start in range(len(written) - size + 1):
             piece = tuple(written[start : start + size])
             pieces[sample] += 1

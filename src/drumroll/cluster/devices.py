@@ -37,6 +37,10 @@ class Device:
     threads: int = 1
 
 
+Place = tuple[Device, ...]
+"""The devices of one worker, on one machine; none means that it may run anywhere."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
     """All devices of a run, numbered from 0: node by node, GPUs before CPU slots."""

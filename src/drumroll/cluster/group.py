@@ -10,12 +10,13 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
+from drumroll.cluster.devices import Place
 from drumroll.cluster.host import WorkerLost
 from drumroll.errors import Interrupted
+from drumroll.models.cores import Turns
 
 W = TypeVar("W")
 P = ParamSpec("P")
@@ -29,8 +30,10 @@ class Role(StrEnum):
     ACTOR = "actor"
     ROLLOUT = "rollout"
     REFERENCE = "reference"
+    TEACHER = "teacher"
     CRITIC = "critic"
     JUDGE = "judge"
+    REWARD_MODEL = "reward_model"
     DESK = "desk"
     REWARD = "reward"
 
@@ -85,6 +88,24 @@ class WorkerGroup(ABC, Generic[W]):
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
+class MortalGroup(WorkerGroup[W]):
+    """Workers in processes that may die, each in its place."""
+
+    places: list[Place]
+
+    @abstractmethod
+    async def lost(self, rank: int) -> WorkerLost:
+        """Wait until a worker's process is gone; says how."""
+
+    @abstractmethod
+    async def replace(self, rank: int, place: Place | None = None) -> None:
+        """Make a worker anew in a new process, in its place or another; what runs in the old one is lost."""
+
+    @abstractmethod
+    def kill(self, rank: int) -> None:
+        """End a worker's process."""
+
+
 async def _together(*calls: Coroutine[Any, Any, R]) -> list[R]:
     """All results; of several failures the one that tells most: a lost worker, then what is not just its consequence."""
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -95,24 +116,21 @@ async def _together(*calls: Coroutine[Any, Any, R]) -> list[R]:
 
 
 class LocalGroup(WorkerGroup[W]):
-    """Workers in this process. Coroutines run on the event loop; other methods on a thread per worker, in order."""
+    """Workers in this process. Coroutines run on the event loop; other methods of a worker on a thread, in order."""
 
     def __init__(self, role: Role, workers: Sequence[W]) -> None:
         super().__init__(role, len(workers))
         self.workers = list(workers)
-        self._threads = [ThreadPoolExecutor(1, f"{role}-{rank}") for rank in range(len(workers))]
+        self._turns = [Turns(f"{role}-{rank}") for rank in range(len(workers))]
 
     async def _send(self, rank: int, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         function = getattr(self.workers[rank], method)
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads[rank], lambda: function(*args, **kwargs))
+        return await asyncio.wrap_future(self._turns[rank].submit(lambda: function(*args, **kwargs)))
 
     async def close(self) -> None:
         for worker in self.workers:
             close = getattr(worker, "close", None)
             if close is not None:
                 close()
-        for thread in self._threads:
-            thread.shutdown(wait=False, cancel_futures=True)

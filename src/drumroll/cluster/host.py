@@ -12,7 +12,6 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 from drumroll.errors import DrumrollError
+from drumroll.models.cores import Turns
 
 
 class WorkerLost(DrumrollError):
@@ -93,7 +93,7 @@ class Host:
 
     def __init__(self, urgent: frozenset[str]) -> None:
         self.urgent = urgent
-        self.thread = ThreadPoolExecutor(1, "worker")
+        self.turns = Turns("worker")
         self.worker: Any = None
 
     async def open(self, factory: Callable[[], Any]) -> About | Failure:
@@ -127,8 +127,7 @@ class Host:
         if urgent:
             return _attempt(function, args, kwargs)
         if not inspect.iscoroutinefunction(function):
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self.thread, partial(_attempt, function, args, kwargs))
+            return await asyncio.wrap_future(self.turns.submit(partial(_attempt, function, args, kwargs)))
         try:
             return await function(*args, **kwargs)
         except asyncio.CancelledError:

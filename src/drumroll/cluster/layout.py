@@ -1,34 +1,45 @@
-"""What a config asks of the devices, before anything is started. No Ray, no torch."""
+"""What a config asks of the devices, before anything is started. No Ray; torch only where the algorithm is asked."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 from drumroll.cluster.devices import DeviceRequest, Kind, Layout, Pool, lay_out
 from drumroll.config import AnyConfig, RLConfig
-from drumroll.config.algorithm import WITH_CRITIC
 from drumroll.errors import ConfigError
 
 
-def requests(config: AnyConfig) -> list[DeviceRequest]:
-    """What each role of the run asks of the pool."""
+def requests(config: AnyConfig, needs: Collection[str]) -> list[DeviceRequest]:
+    """What each role of the run asks of the pool, given what the algorithm needs."""
+    from drumroll.algorithms import REFERENCE, TEACHER, VALUES
+
     roles = config.roles
     asked = [
         DeviceRequest("actor", roles.actor.devices),
         DeviceRequest("rollout", roles.rollout.devices, {str(k): v for k, v in roles.rollout.parallel.items()}),
     ]
-    if isinstance(config, RLConfig) and config.algorithm.needs_reference() and not _adapters_off(config):
+    if REFERENCE in needs and not adapters_off(config):
         asked.append(DeviceRequest("reference", roles.reference.devices))
-    if isinstance(config, RLConfig) and config.algorithm.advantage in WITH_CRITIC:
+    if TEACHER in needs:
+        asked.append(DeviceRequest("teacher", roles.teacher.devices))
+    if VALUES in needs:
         asked.append(DeviceRequest("critic", roles.critic.devices))
-    if roles.judge is not None:
+    if roles.judge is not None and roles.judge.url is None:
         asked.append(DeviceRequest("judge", roles.judge.devices))
+    if roles.reward_model is not None:
+        asked.append(DeviceRequest("reward_model", roles.reward_model.devices))
     return asked
 
 
-def _adapters_off(config: RLConfig) -> bool:
+def adapters_off(config: AnyConfig) -> bool:
     """Whether the reference is the actor without its adapters."""
-    return config.roles.actor.lora is not None and config.roles.reference.model is None
+    return isinstance(config, RLConfig) and config.roles.actor.lora is not None and config.roles.reference.model is None
+
+
+def threads_of(config: AnyConfig) -> int:
+    """CPU threads of a device as the config asks for them; 0 lets the machine decide."""
+    return config.cluster.threads or config.threads
 
 
 def pool_of(config: AnyConfig, gpus: int) -> Pool:
@@ -38,7 +49,7 @@ def pool_of(config: AnyConfig, gpus: int) -> Pool:
     if kind is Kind.CUDA and (wanted.devices or 1) > gpus:
         raise ConfigError(f"cluster.devices: {wanted.devices or 1} GPUs were asked for, but this machine has {gpus}.")
     count = wanted.devices or (gpus if kind is Kind.CUDA else 1)
-    return Pool.of([{kind: count}], wanted.threads or (1 if kind is Kind.CUDA else max(1, cores // count)))
+    return Pool.of([{kind: count}], threads_of(config) or (1 if kind is Kind.CUDA else max(1, cores // count)))
 
 
 def planned(config: AnyConfig) -> Layout | None:
@@ -49,7 +60,11 @@ def planned(config: AnyConfig) -> Layout | None:
         gpus = len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         gpus = 0
-    return lay_out(pool_of(config, gpus), requests(config))
+    from drumroll.cluster.workers import open_algorithm
+
+    if config.cluster.kind == "cuda":  # a plan for GPUs that are elsewhere
+        gpus = max(gpus, config.cluster.devices or 0)
+    return lay_out(pool_of(config, gpus), requests(config, open_algorithm(config).needs))
 
 
 def joins(config: AnyConfig) -> bool:

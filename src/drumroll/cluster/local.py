@@ -9,21 +9,33 @@ from __future__ import annotations
 import copy
 import dataclasses
 from contextlib import suppress
+from pathlib import Path
 
 from typing_extensions import override
 
-from drumroll.algorithms import VALUES
+from drumroll.algorithms import REFERENCE, TEACHER, VALUES
 from drumroll.cluster.desk import Desk
 from drumroll.cluster.group import LocalGroup, Role
+from drumroll.cluster.layout import adapters_off
 from drumroll.cluster.memory import peak_gb
 from drumroll.cluster.pool import KillablePool
-from drumroll.cluster.roles import make_actor, make_critic, make_judge, make_reference, native_engine
+from drumroll.cluster.roles import (
+    make_actor,
+    make_critic,
+    make_judge,
+    make_reference,
+    make_reward_model,
+    make_teacher,
+    native_engine,
+)
 from drumroll.cluster.workers import Workers, configure_torch, open_algorithm
 from drumroll.config import AnyConfig, RLConfig
 from drumroll.engines import Completion, Engine, EngineLost, Request
 from drumroll.learners import Learner
 from drumroll.models import attention
 from drumroll.models.loading import LoadedModel, load_tokenizer
+from drumroll.rewards.asking import open_judge
+from drumroll.rewards.model import RewardModel
 from drumroll.rollout.router import Router
 from drumroll.sample import Version
 
@@ -51,18 +63,31 @@ class LocalWorkers(Workers):
         algorithm = open_algorithm(config)
         self.desk = LocalGroup(Role.DESK, [Desk(algorithm)])
         self.needs = algorithm.needs
-        if rl is not None and rl.algorithm.needs_reference():
-            same = rl.roles.actor.lora is not None and rl.roles.reference.model is None
-            self.reference = self.actor if same else LocalGroup(Role.REFERENCE, [make_reference(rl)])
+        if rl is not None and REFERENCE in self.needs:
+            self.reference = self.actor if adapters_off(rl) else LocalGroup(Role.REFERENCE, [make_reference(rl)])
+        if rl is not None and TEACHER in self.needs:
+            self.teacher = LocalGroup(Role.TEACHER, [make_teacher(rl)])
         if rl is not None and VALUES in self.needs:
             self._trained.append(make_critic(rl))
             self.critic = LocalGroup(Role.CRITIC, self._trained[1:])
-        if config.roles.judge is not None:
-            judge: LocalGroup[Engine] = LocalGroup(Role.JUDGE, [make_judge(config)])
-            self.judge = Router()
-            self.judge_tokenizer = load_tokenizer(config.roles.judge.model)
-            _join(self.judge, judge, judge.workers)
-            self.closing.append(judge.close)
+        self._scorers(config)
+
+    def _scorers(self, config: AnyConfig) -> None:
+        """The roles that rewards may ask."""
+        run, asked, model = Path(config.output) / config.name, config.roles.judge, config.roles.reward_model
+        if asked is not None and asked.url is None:
+            engines: LocalGroup[Engine] = LocalGroup(Role.JUDGE, [make_judge(config)])
+            router = Router()
+            _join(router, engines, engines.workers)
+            self.judge = open_judge(asked, run, router, load_tokenizer(asked.model))
+            self.closing.append(engines.close)
+        elif asked is not None:
+            self.judge = open_judge(asked, run)
+            self.closing.append(self.judge.close)
+        if model is not None:
+            group = LocalGroup(Role.REWARD_MODEL, [make_reward_model(config)])
+            self.reward_model = RewardModel(model, group, load_tokenizer(model.model))
+            self.closing.append(self.reward_model.close)
 
     @override
     async def publish(self, version: Version) -> None:
@@ -90,7 +115,7 @@ class LocalWorkers(Workers):
     @override
     async def close(self) -> None:
         await super().close()
-        for group in (self.rollout, self.actor, self.critic, self.reference, self.desk):
+        for group in (self.rollout, self.actor, self.critic, self.reference, self.teacher, self.desk):
             if group is not None:
                 await group.close()
 

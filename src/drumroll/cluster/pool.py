@@ -1,7 +1,11 @@
 """A pool of processes for functions that may hang or crash: a call past its deadline costs one process, never the run.
 
 Workers are fresh interpreters that import the function by its path, so they share nothing with the run: no torch, no
-locks, no open files. They are started when first needed and replaced when they die.
+locks, no open files. They are started when first needed and replaced when they die. Functions run on a worker's main
+thread, where signals work. Importing a function is not billed to the call that needs it first.
+
+A worker is given one call at a time, and callers wait their turn in order: what is in flight is bounded by the pool's
+size, and what waits by those who call, because nothing is pickled before its turn.
 """
 
 from __future__ import annotations
@@ -13,12 +17,15 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import override
 
 HEADER = 8
 IDLE_SECONDS = 60.0
+IMPORT_SECONDS = 300.0
+"""How long importing a function may take."""
 
 
 class WorkerDied(RuntimeError):
@@ -29,13 +36,21 @@ class RemoteError(Exception):
     """The function raised; `kind` is the exception's name."""
 
     def __init__(self, kind: str, text: str) -> None:
-        super().__init__(kind, text)  # so that it can travel
-        self.kind = kind
-        self.text = text
+        super().__init__(kind, text)
+        self.kind, self.text = kind, text
 
     @override
     def __str__(self) -> str:
         return self.text
+
+
+@dataclass
+class _Worker:
+    """A process, the functions it has imported, and since when it has had nothing to do."""
+
+    process: asyncio.subprocess.Process
+    knows: set[str] = field(default_factory=set)
+    idle_since: float = 0.0
 
 
 class KillablePool:
@@ -48,57 +63,76 @@ class KillablePool:
         self.size = size
         self.restarts = 0
         self._search = search
-        self._idle: list[tuple[float, asyncio.subprocess.Process]] = []  # the longest idle first
-        self._reaping: list[asyncio.Task[None]] = []
+        self._idle: list[_Worker] = []  # the longest idle first
+        self._reaping: set[asyncio.Task[None]] = set()
         self._places = asyncio.Semaphore(size)
 
     async def call(self, path: str, arguments: dict[str, Any], seconds: float) -> Any:
-        """The function's result. `TimeoutError` past the deadline, which counts from when a worker is free."""
+        """The function's result. `TimeoutError` past the deadline, which counts from when a worker has the function."""
         async with self._places:
-            worker = self._idle.pop()[1] if self._idle else await self._start()
+            worker = self._take(path) or await self._start()
             try:
-                async with asyncio.timeout(seconds):
-                    ok, value = await self._exchange(worker, (path, arguments))
+                ok: bool = True
+                value: Any = None
+                if path not in worker.knows:
+                    ok, value = await self._exchange(worker, (path, None), IMPORT_SECONDS, f"importing '{path}' ")
+                if ok:
+                    worker.knows.add(path)
+                    ok, value = await self._exchange(worker, (path, arguments), seconds)
             except BaseException:
-                self._kill(worker)
+                self.restarts += 1
+                self._reap(worker)
                 raise
-            now = time.monotonic()
-            self._idle.append((now, worker))
-            while self._idle[0][0] < now - IDLE_SECONDS:
-                self._reaping.append(asyncio.create_task(_end(self._idle.pop(0)[1])))
+            worker.idle_since = time.monotonic()
+            self._idle.append(worker)
+            while self._idle[0].idle_since < worker.idle_since - IDLE_SECONDS:
+                self._reap(self._idle.pop(0))
         if not ok:
             raise RemoteError(*value)
         return value
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "drumroll.cluster.pool"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-        )
-        assert worker.stdin is not None
-        _write(worker.stdin, self._search or sys.path)
+    def _take(self, path: str) -> _Worker | None:
+        """An idle worker, best one that knows the function; those that died meanwhile are forgotten."""
+        self._idle = [w for w in self._idle if w.process.returncode is None]
+        if not self._idle:
+            return None
+        worker = next((w for w in reversed(self._idle) if path in w.knows), self._idle[-1])
+        self._idle.remove(worker)
         return worker
 
-    async def _exchange(self, worker: asyncio.subprocess.Process, job: Any) -> tuple[bool, Any]:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
+    async def _start(self) -> _Worker:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "drumroll.cluster.pool"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdin is not None
+        _write(process.stdin, self._search or sys.path)
+        return _Worker(process)
+
+    async def _exchange(self, worker: _Worker, job: Any, seconds: float, what: str = "") -> tuple[bool, Any]:
+        process = worker.process
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            _write(worker.stdin, job)
-            await worker.stdin.drain()
-            size = int.from_bytes(await worker.stdout.readexactly(HEADER), "little")
-            return pickle.loads(await worker.stdout.readexactly(size))
+            async with asyncio.timeout(seconds):
+                _write(process.stdin, job)
+                await process.stdin.drain()
+                size = int.from_bytes(await process.stdout.readexactly(HEADER), "little")
+                return pickle.loads(await process.stdout.readexactly(size))
+        except TimeoutError:
+            raise TimeoutError(f"{what}took longer than {seconds:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await worker.wait()
+            code = await process.wait()
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             raise WorkerDied(f"the worker process {how}") from None
 
-    def _kill(self, worker: asyncio.subprocess.Process) -> None:
-        self.restarts += 1
-        self._reaping.append(asyncio.create_task(_end(worker)))
+    def _reap(self, worker: _Worker) -> None:
+        task = asyncio.create_task(_end(worker.process))
+        self._reaping.add(task)
+        task.add_done_callback(self._reaping.discard)
 
     async def close(self) -> None:
         """End all processes."""
-        await asyncio.gather(*self._reaping, *(_end(worker) for _, worker in self._idle), return_exceptions=True)
-        self._reaping.clear()
+        await asyncio.gather(*self._reaping, *(_end(worker.process) for worker in self._idle), return_exceptions=True)
         self._idle.clear()
 
 
@@ -133,9 +167,11 @@ def serve() -> None:
     while (job := read()) is not None:
         path, arguments = job
         try:
-            if path not in functions:
-                functions[path] = import_path(path, "reward")
-            answer = pickle.dumps((True, functions[path](**arguments)))
+            if arguments is None:
+                functions[path], value = import_path(path, "reward"), None
+            else:
+                value = functions[path](**arguments)
+            answer = pickle.dumps((True, value))
         except BaseException as error:
             answer = pickle.dumps((False, (type(error).__name__, str(error))))
         answers.write(len(answer).to_bytes(HEADER, "little") + answer)

@@ -21,8 +21,8 @@ from typing import Any, ClassVar, Concatenate, cast
 
 from typing_extensions import override
 
-from drumroll.cluster.devices import Device, Kind, Pool
-from drumroll.cluster.group import P, R, Role, T, W, WorkerGroup
+from drumroll.cluster.devices import Device, Kind, Place, Pool, ranges
+from drumroll.cluster.group import MortalGroup, P, R, Role, T, W
 from drumroll.cluster.host import About, Failure, Host, WorkerError, WorkerLost, WorkerTimeout
 from drumroll.errors import DrumrollError, MissingExtra
 
@@ -51,6 +51,7 @@ DEATHS = {
     r"ray\.kill": "it was ended by ray.kill",
     r"connection error code 2": "its process ended without a word, by SIGKILL (as when memory runs out) or os._exit",
     r"[Ee]xit code:? (\d+)": "its process ended with exit code {}",
+    r"is unavailable": "it cannot be reached, as when its node is gone",
 }
 """What Ray's text of an actor's death means, the first that fits."""
 
@@ -67,7 +68,12 @@ class _Host(Host):
         return about
 
 
+def _gpu() -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
 ACTOR: Any = ray.remote(_Host)
+GPU: Any = ray.remote(_gpu)
 
 
 class RayRuntime:
@@ -105,7 +111,9 @@ class RayRuntime:
             text = ", ".join(f"{v:g} {r} (it has {have.get(r, 0):g}, free {free.get(r, 0):g})" for r, v in sums.items() if v)
             self._release()
             raise ClusterError(f"The Ray cluster did not give the run its devices in {seconds:g} s: it asks for {text}.")
-        self._place = self._order()
+        self._bundle = self._order()
+        self._gpus: dict[int, str] = {}
+        self._patience = seconds
 
     def _order(self) -> dict[int, int]:
         """Bundle by device. Ray packs bundles as it likes; here the pool's fullest node becomes the one with most of them."""
@@ -121,22 +129,43 @@ class RayRuntime:
             place |= {device.index: bundle.index for device, bundle in zip(devices, bundles, strict=True)}
         return place
 
-    def options(self, device: Device | None) -> dict[str, Any]:
-        """How Ray is to start a worker on a device; without one, anywhere."""
+    def options(self, place: Place) -> dict[str, Any]:
+        """How Ray is to start a worker in a place. On several GPUs it sits in the bundle of the first and sees all."""
         common = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": CALLS}
-        if device is None:
+        if not place:
             return common | {"scheduling_strategy": "SPREAD"}
-        env = {"OMP_NUM_THREADS": str(device.threads), "OMP_WAIT_POLICY": "PASSIVE"}  # those who wait leave the cores to others
-        if device.kind is Kind.CPU:
+        if len({self._node_of(device) for device in place}) > 1:
+            where = ranges([device.index for device in place])
+            raise ClusterError(
+                f"Devices {where} are to work as one engine, but lie on several machines; use smaller parallel sizes."
+            )
+        env = {
+            "OMP_NUM_THREADS": str(place[0].threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }  # those who wait leave the cores to others
+        if place[0].kind is Kind.CPU:
             env["CUDA_VISIBLE_DEVICES"] = ""
-        bundle = PlacementGroupSchedulingStrategy(self.bundles, placement_group_bundle_index=self._place[device.index])
-        return common | {
-            "num_gpus": SHARE if device.kind is Kind.CUDA else 0,
-            "runtime_env": {"env_vars": env},
-            "scheduling_strategy": bundle,
-        }
+        elif len(place) > 1:
+            env |= {"CUDA_VISIBLE_DEVICES": self._seen_by(place), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        return common | {"runtime_env": {"env_vars": env}} | self._on(place[0])
 
-    def host_of(self, device: Device | None) -> str:
+    def _on(self, device: Device) -> dict[str, Any]:
+        """What puts a worker into a device's bundle."""
+        bundle = PlacementGroupSchedulingStrategy(self.bundles, placement_group_bundle_index=self._bundle[device.index])
+        return {"num_gpus": SHARE if device.kind is Kind.CUDA else 0, "scheduling_strategy": bundle}
+
+    def _seen_by(self, place: Place) -> str:
+        """The GPUs of a place as their machine counts them, which Ray tells only to those who run there."""
+        new = [device for device in place if device.index not in self._gpus]
+        asked = [GPU.options(num_cpus=0, **self._on(device)).remote() for device in new]
+        try:
+            told: list[str] = ray.get(asked, timeout=self._patience)
+        except RayError as error:
+            raise ClusterError(f"The GPUs of devices {ranges([d.index for d in place])} could not be asked: {error}") from error
+        self._gpus |= {device.index: gpu for device, gpu in zip(new, told, strict=True)}
+        return ",".join(self._gpus[device.index] for device in place)
+
+    def host_of(self, device: Device | None = None) -> str:
         """The address of a device's machine; without one, of ours."""
         own = str(ray.util.get_node_ip_address())
         nodes: dict[str, str] = {node["NodeID"]: node["NodeManagerAddress"] for node in _nodes()}
@@ -149,7 +178,7 @@ class RayRuntime:
 
     def _node_of(self, device: Device) -> str:
         placed: dict[int, str] = placement_group_table(self.bundles)["bundles_to_node_id"]
-        return placed[self._place[device.index]]
+        return placed[self._bundle[device.index]]
 
     async def close(self) -> None:
         """Free all groups and devices. The last run of this process ends the connection, or the cluster it started."""
@@ -193,15 +222,19 @@ def _nodes() -> list[dict[str, Any]]:
 
 
 def pool_of_cluster(kind: str = "auto", count: int | None = None, threads: int = 0) -> Pool:
-    """Devices of the cluster, machine by machine: all its GPUs, or where there is none a slot a machine; or so many."""
+    """Devices of the cluster, machine by machine: all its GPUs, or where there is none a slot a machine; or so many.
+
+    Slots are alike, as large as the machines allow.
+    """
     have = [node["Resources"] for node in _nodes()]
     gpus = [int(r.get("GPU", 0)) for r in have]
     cuda = kind == "cuda" or (kind == "auto" and any(gpus))
     cores = [int(r.get("CPU", 0)) for r in have]
-    fits = (t for t in range(max(cores), 0, -1) if sum(c // t for c in cores) >= (count or len(have)))
+    most = min((c for c in cores if c), default=1) if count is None else max(cores)
+    fits = (t for t in range(most, 0, -1) if count is None or sum(c // t for c in cores) >= count)
     each = threads or (1 if cuda else next(fits, 1))
     room = gpus if cuda else [c // each for c in cores]
-    total = sum(room) if cuda else len(have)
+    total = sum(room) if cuda else max(1, sum(places > 0 for places in room))
     left, taken = total if count is None else count, list[int]()
     if left > sum(room):
         what = "GPUs" if cuda else f"slots of {each} CPU threads"
@@ -222,15 +255,15 @@ class _Seat:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class RayGroup(WorkerGroup[W]):
-    """Workers in actors, one per factory and device. Arguments may be references, from `put` or `keep`."""
+class RayGroup(MortalGroup[W]):
+    """Workers in actors, one per factory and place. Arguments may be references, from `put` or `keep`."""
 
     def __init__(
         self,
         runtime: RayRuntime,
         role: Role,
         factories: Sequence[Callable[[], Any]],
-        devices: Sequence[Device | None] | None = None,
+        places: Sequence[Place] | None = None,
         *,
         urgent: Collection[str] = (),
         deadline: float = 3600.0,
@@ -239,14 +272,14 @@ class RayGroup(WorkerGroup[W]):
         """Starts the actors and returns; `urgent` methods do not wait for others; `then` ends the sentence of a loss."""
         super().__init__(role, len(factories))
         self.runtime, self.factories, self.deadline, self.then = runtime, list(factories), deadline, then
-        self.devices = list(devices) if devices is not None else [None] * self.size
-        assert len(self.devices) == self.size, f"{role} has {self.size} factories, got {len(self.devices)} devices"
+        self.places = list(places) if places is not None else [()] * self.size
+        assert len(self.places) == self.size, f"{role} has {self.size} factories, got {len(self.places)} places"
         self._urgent = frozenset(urgent)
         self._seats = [self._seat(rank) for rank in range(self.size)]
         runtime.groups.append(self)
 
     def _seat(self, rank: int) -> _Seat:
-        host = ACTOR.options(**self.runtime.options(self.devices[rank])).remote(self._urgent)
+        host = ACTOR.options(**self.runtime.options(self.places[rank])).remote(self._urgent)
         return _Seat(host, host.open.remote(self.factories[rank]))
 
     async def ready(self) -> None:
@@ -307,8 +340,8 @@ class RayGroup(WorkerGroup[W]):
     def _gone(self, rank: int, seat: _Seat, error: RayActorError) -> WorkerLost:
         return WorkerLost(self.role, rank, _why(str(error), seat.about.log if seat.about else ""), self.then)
 
-    async def lost(self, rank: int) -> WorkerLost:
-        """Wait, without polling, until a worker's process is gone; says how."""
+    @override
+    async def lost(self, rank: int) -> WorkerLost:  # without polling
         seat = self._seats[rank]
         watch = seat.host.alive.remote()
         try:
@@ -319,10 +352,14 @@ class RayGroup(WorkerGroup[W]):
             ray.cancel(watch)
         raise AssertionError("alive() returned")
 
-    async def replace(self, rank: int, device: Device | None = None) -> None:
-        """Make a worker anew in a new process, on its device or another; what runs in the old one is lost."""
+    @override
+    def kill(self, rank: int) -> None:
         ray.kill(self._seats[rank].host)
-        self.devices[rank] = device or self.devices[rank]
+
+    @override
+    async def replace(self, rank: int, place: Place | None = None) -> None:
+        self.kill(rank)
+        self.places[rank] = place or self.places[rank]
         self._seats[rank] = self._seat(rank)
         await self._answer(rank, "start", None)
 

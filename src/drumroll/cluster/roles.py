@@ -9,15 +9,17 @@ from drumroll.cluster.workers import context_length
 from drumroll.config import AnyConfig, RLConfig
 from drumroll.engines import Engine
 from drumroll.engines.native import NativeEngine
+from drumroll.errors import ConfigError
 from drumroll.learners.critic import TorchCritic
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.torch import TorchLearner
 from drumroll.models.adapters import add_adapters
-from drumroll.models.loading import LoadedModel, load
+from drumroll.models.loading import LoadedModel, end_tokens, load, load_tokenizer
 from drumroll.models.value import value_model
+from drumroll.rewards.model import Classifier
 
 
-def _model(config: AnyConfig, role: Literal["actor", "reference", "critic"]) -> LoadedModel:
+def _model(config: AnyConfig, role: Literal["actor", "reference", "teacher", "critic"]) -> LoadedModel:
     section = getattr(config.roles, role)
     recompute = getattr(section, "recompute_activations", False)
     return load(
@@ -49,17 +51,27 @@ def make_reference(config: RLConfig, ranks: Ranks = ALONE) -> TorchLearner:
     return TorchLearner(_model(config, "reference"), None, ranks=ranks)
 
 
+def make_teacher(config: RLConfig, ranks: Ranks = ALONE) -> TorchLearner:
+    """The frozen policy to learn from."""
+    model = _model(config, "teacher")
+    if model.tokenizer.get_vocab() != load_tokenizer(config.role_model("actor")).get_vocab():
+        raise ConfigError(
+            f"roles.teacher.model: {config.role_model('teacher')} has other tokens than the actor, so their log-probs cannot be compared."
+        )
+    return TorchLearner(model, None, ranks=ranks)
+
+
 def native_engine(config: AnyConfig, model: LoadedModel) -> NativeEngine:
     """The embedded engine over a model."""
-    slots, context = config.roles.rollout.slots, context_length(config)
-    return NativeEngine(model, slots=slots, context=context, fixed_shape=config.deterministic)
+    role, context = config.roles.rollout, context_length(config)
+    return NativeEngine(model, slots=role.slots, context=context, fixed_shape=config.deterministic, cache_gb=role.cache_gb)
 
 
 def make_engine(config: AnyConfig) -> Engine:
     """An engine in a process of its own, with the weights that training starts from."""
     role, actor = config.roles.rollout, config.roles.actor
-    model = actor_model(config)
     if role.backend == "native":
+        model = actor_model(config)
         model.module.requires_grad_(False)
         return native_engine(config, model)
     from drumroll.engines.vllm import VllmEngine
@@ -67,11 +79,23 @@ def make_engine(config: AnyConfig) -> Engine:
     sizes = {f"{name}_parallel_size": size for name, size in role.parallel.items()}
     lora = {} if actor.lora is None else {"enable_lora": True, "max_lora_rank": max(8, actor.lora.rank)}
     naps = {"enable_sleep_mode": True} if actor.device.startswith("cuda") else {}
-    options = {"dtype": actor.dtype, **sizes, **lora, **naps, **role.options}
-    slots, context = role.slots, context_length(config)
+    several = {"distributed_executor_backend": "mp"} if sizes else {}  # else it would ask the Ray around it for devices
+    options = {"dtype": actor.dtype, **sizes, **several, **lora, **naps, **role.options}
     name = config.role_model("actor")
     path = Path(name).expanduser()
-    return VllmEngine(str(path) if path.exists() else name, slots=slots, context=context, eos=model.eos, options=options)
+    return VllmEngine(
+        str(path) if path.exists() else name,
+        slots=role.slots,
+        context=context_length(config),
+        eos=end_tokens(name),
+        options=options,
+    )
+
+
+def make_reward_model(config: AnyConfig) -> Classifier:
+    """The classifier that rewards may ask."""
+    assert config.roles.reward_model is not None
+    return Classifier(config.roles.reward_model)
 
 
 def make_judge(config: AnyConfig) -> Engine:

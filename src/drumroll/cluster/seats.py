@@ -5,41 +5,48 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from drumroll.cluster import roles
 from drumroll.cluster.bus import Packing, Parcel, Receiver, Sender, settle
 from drumroll.cluster.bus.broadcast import BroadcastReceiver, BroadcastSender, Meeting
+from drumroll.cluster.bus.choice import Carrier
 from drumroll.cluster.bus.shared import SharedReceiver, SharedSender
 from drumroll.cluster.desk import Desk
 from drumroll.cluster.devices import Device, Kind
 from drumroll.cluster.host import WorkerLost
 from drumroll.cluster.memory import peak_gb
-from drumroll.cluster.pool import KillablePool
+from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.cluster.ray import RayGroup
 from drumroll.cluster.workers import configure_torch, open_algorithm
 from drumroll.config import AnyConfig
 from drumroll.engines import Completion, Engine, Request
 from drumroll.learners.ranks import Ranks
 from drumroll.models.adapters import peft_config
+from drumroll.rewards.model import Classifier
 from drumroll.sample import Version
 
 
 def make_seat(
     make: str, config: AnyConfig, device: Device, rank: int, count: int, meeting: tuple[str, int] | None = None
-) -> LearnerSeat | EngineSeat:
-    """Make the worker of a role on its device, in this process. A GPU is the only one this process sees."""
+) -> LearnerSeat | EngineSeat | Classifier:
+    """Make the worker of a role in this process, which sees the GPUs of its own place only; `device` is the first of it."""
     sys.path[:0] = [path for path in config.import_from if path not in sys.path]
     configure_torch(config, device.threads)
     where = "cuda" if device.kind is Kind.CUDA else "cpu"
-    sections = {name: getattr(config.roles, name) for name in ("actor", "reference", "critic", "judge")}
+    sections = {
+        name: getattr(config.roles, name) for name in ("actor", "reference", "teacher", "critic", "judge", "reward_model")
+    }
     on = {name: section.model_copy(update={"device": where}) for name, section in sections.items() if section is not None}
     config = config.model_copy(update={"roles": config.roles.model_copy(update=on)})
     if make in ("make_engine", "make_judge"):
         return EngineSeat(getattr(roles, make)(config), config)
+    if make == "make_reward_model":
+        return roles.make_reward_model(config)
     ranks = Ranks(rank, count)
-    if meeting is not None and make != "make_reference":
+    if meeting is not None and make not in ("make_reference", "make_teacher"):
         ranks = Ranks.meet(rank, count, *meeting, device=where, seconds=config.cluster.call_timeout)
     return LearnerSeat(getattr(roles, make)(config, ranks))
 
@@ -60,16 +67,16 @@ class LearnerSeat:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["learner"], name)
 
-    def open_bus(self, kind: str, run: str, packing: Packing, size: int, host: str) -> Meeting | None:
-        """Be ready to send to so many, ourselves counted; what we had before is closed."""
+    def open_bus(self, carrier: Carrier, run: str, packing: Packing, size: int) -> Meeting | None:
+        """Be ready to send to so many, ourselves counted; what we had before is closed. None: they need not meet."""
         if self._sender is not None:
             with suppress(Exception):
                 self._sender.close()
-        if kind == "shared":
+        if carrier.kind == "shared":
             self._sender = SharedSender(run, packing)
             return None
         settle(self.learner.working)
-        sender = BroadcastSender(Meeting(host, 0, size, seconds=120.0), packing)
+        sender = BroadcastSender(Meeting(carrier.host, 0, size, carrier.device, seconds=120.0), packing)
         self._sender = sender
         return sender.meeting
 
@@ -103,7 +110,7 @@ class EngineSeat:
     async def generate(self, request: Request) -> Completion:
         return await self.engine.generate(request)
 
-    def open_bus(self, kind: str, meeting: Meeting | None, place: int) -> None:
+    def open_bus(self, meeting: Meeting | None, place: int) -> None:
         """Be ready to receive."""
         if self._receiver is not None:
             with suppress(Exception):
@@ -162,13 +169,19 @@ class PoolSeat:
         self.pool = self.pool or KillablePool(1, search)
         return await self.pool.call(path, arguments, seconds)
 
+    async def close(self) -> None:
+        """End the process."""
+        if self.pool is not None:
+            await self.pool.close()
+
 
 class RemotePool:
     """`KillablePool` over actors: the same calls, on the machines of a cluster."""
 
-    def __init__(self, group: RayGroup[PoolSeat], search: list[str]) -> None:
+    def __init__(self, group: RayGroup[PoolSeat], search: list[str], notify: Callable[[str], None] = lambda text: None) -> None:
         self.group = group
         self.search = search
+        self.notify = notify
         self.restarts = 0
         self._free = list(range(group.size))
         self._places = asyncio.Semaphore(group.size)
@@ -180,9 +193,12 @@ class RemotePool:
                 rank = self._free.pop()
                 try:
                     return await self.group.call(rank, PoolSeat.run, path, arguments, seconds, self.search)
-                except WorkerLost:
+                except WorkerLost as lost:
                     self.restarts += 1
+                    self.notify(str(lost))
                     await self.group.replace(rank)
+                except RemoteError:
+                    raise
                 except BaseException:
                     self.restarts += 1  # `PoolSeat` has killed the process
                     raise

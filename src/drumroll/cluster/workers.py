@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -16,7 +15,10 @@ from drumroll.cluster.group import WorkerGroup
 from drumroll.config import AnyConfig, RLConfig
 from drumroll.engines import Engine
 from drumroll.learners import Learner
+from drumroll.models.cores import CORES
 from drumroll.rewards import Pool
+from drumroll.rewards.asking import Judge
+from drumroll.rewards.model import RewardModel
 from drumroll.rollout.router import Router
 from drumroll.sample import Version
 
@@ -28,10 +30,11 @@ class Workers(ABC):
     rollout: WorkerGroup[Engine]
     desk: WorkerGroup[Desk]
     reference: WorkerGroup[Learner] | None = None
+    teacher: WorkerGroup[Learner] | None = None
     critic: WorkerGroup[Learner] | None = None
     router: Router
-    judge: Router | None = None
-    judge_tokenizer: Any = None
+    judge: Judge | None = None
+    reward_model: RewardModel | None = None
     needs: Mapping[str, str]
     tokenizer: Any
 
@@ -50,6 +53,10 @@ class Workers(ABC):
     @abstractmethod
     def interrupt(self) -> None:
         """End running updates before their next micro-batch; callable from any thread."""
+
+    def metrics(self) -> dict[str, float]:
+        """What was asked of the judge since the last call."""
+        return {} if self.judge is None else self.judge.metrics()
 
     @abstractmethod
     async def memory(self) -> dict[str, float]:
@@ -87,7 +94,7 @@ def open_algorithm(config: AnyConfig) -> Algorithm:
         from drumroll.config.algorithm import AlgorithmConfig
 
         return Algorithm(AlgorithmConfig(), single_update=True)
-    samples = config.rollout.prompts * config.rollout.samples
+    samples = config.rollout.prompts * config.rollout.most_samples
     single = config.optim.epochs == 1 and (config.optim.minibatch or samples) >= samples
     stale = config.rollout.max_staleness > 0
     return Algorithm(config.algorithm, single_update=single, longest=config.longest(), stale=stale)
@@ -95,7 +102,7 @@ def open_algorithm(config: AnyConfig) -> Algorithm:
 
 def context_length(config: AnyConfig) -> int:
     """Tokens a row of the engine must hold: the longest prompt and the longest completion, or the longest episode."""
-    own = config.rollout.max_tokens if isinstance(config, RLConfig) else config.eval_max_tokens
+    own = config.rollout.longest if isinstance(config, RLConfig) else config.eval_max_tokens
     evaluations = [s.max_tokens or own for s in config.eval.sets.values()]
     whole = config.longest_trace() if isinstance(config, RLConfig) else 0
     return max(whole, config.data.max_prompt_tokens + max([own, *evaluations]))
@@ -103,6 +110,6 @@ def context_length(config: AnyConfig) -> int:
 
 def configure_torch(config: AnyConfig, threads: int = 0) -> None:
     """Threads and determinism of this process."""
-    torch.set_num_threads(threads or config.threads or os.cpu_count() or 1)
+    CORES.configure(threads or config.threads, fixed=config.deterministic)
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)

@@ -47,7 +47,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 GROUPED = frozenset({"grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "gigpo", "turns"})
 """Estimators that compare the samples of a group, so that a group of one teaches nothing."""
 WITH_CRITIC = frozenset({"gae"})
-"""Estimators that need a critic."""
+"""Built-in estimators that need a critic; one of the user's own says so by its traits, which `Algorithm.needs` reads."""
 WITH_GREEDY = frozenset({"remax"})
 """Estimators that need a greedy sample of every prompt, which is not trained on."""
 WITHOUT_RATIO = frozenset({"pg"})
@@ -139,6 +139,8 @@ class AlgorithmConfig(Section):
     """Weight of the KL term against the reference policy; above 0 it loads the reference role."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL."""
+    teacher: float = Field(0.0, ge=0)
+    """Weight of the KL term against the teacher role, on the policy's own samples (on-policy distillation)."""
     entropy: float = 0.0
     """Weight of an entropy bonus."""
     sft: float = Field(0.0, ge=0)
@@ -173,7 +175,7 @@ class AlgorithmConfig(Section):
                 f"algorithm.advantage: {self.advantage} takes the greedy answer's reward for its baseline, so algorithm.reward_mean and "
                 f"reward_std must be none, got {self.reward_mean} and {self.reward_std}"
             )
-        if self.critic_first and self.advantage not in WITH_CRITIC:
+        if self.critic_first and self.advantage not in WITH_CRITIC and ":" not in self.advantage:
             raise ValueError(
                 f"algorithm.critic_first: {self.critic_first} needs a critic, but algorithm.advantage: {self.advantage} has none"
             )

@@ -19,7 +19,7 @@ class ClusterConfig(Section):
     kind: Literal["auto", "cuda", "cpu"] = "auto"
     """What a device is: `auto` is a GPU where there is one, else a slot of CPU threads."""
     threads: int = Field(0, ge=0)
-    """CPU threads of a device; 0 divides a machine's cores among its slots."""
+    """CPU threads of a device; 0 takes the top-level `threads`, and without it divides a machine's cores among its slots."""
     address: str | None = None
     """The Ray cluster to join. Default: RAY_ADDRESS; without it one is started on this machine."""
     start_timeout: float = Field(120.0, gt=0)

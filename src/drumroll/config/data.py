@@ -13,11 +13,21 @@ class DatasetConfig(Section):
     """One source of rows."""
 
     source: str
-    """A file (.jsonl, .json, .csv, .parquet), or `module:function` that yields rows: `function(split, seed, **args)`."""
+    """A file (.jsonl, .json, .csv, .parquet), a directory of them or one saved by `datasets`, a dataset of the Hugging Face hub (`hf:owner/name`), a task of reasoning-gym (`reasoning_gym:chain_sum`), or `module:function` that yields rows: `function(split, seed, **args)`."""
     args: dict[str, Any] = {}
-    """Arguments of a function source."""
+    """Arguments of a function or a reasoning-gym task; for the hub `config` and whatever `datasets.load_dataset` takes."""
     split: str = "train"
-    """Passed to a function source, which must keep splits apart."""
+    """Which rows: passed to a function, which must keep splits apart; of a directory or hub dataset, the split of that name."""
+    layout: Literal[
+        "auto", "plain", "trl", "verl", "deepmath", "kodcode", "multi_subject", "crossthink", "rlvr_ifeval"
+    ] = "auto"  # fmt: skip
+    """How the columns are laid out: `auto` knows TRL's and verl's rows by sight; `plain` takes rows as they are; the rest are published datasets."""
+    columns: dict[str, str] = {}
+    """Columns to add: new name ← column or dotted path, for example {answer: reward_model.ground_truth}."""
+    tag: str | None = None
+    """Column (or dotted path) that says a row's domain. Default: `domain`."""
+    tags: dict[str, str] = {}
+    """Value of that column → domain; other values stand for themselves."""
     domain: str | None = None
     """Domain of every row. Default: the row's `domain` column, else the dataset's name in the config."""
     prompt: str = "prompt"
@@ -42,7 +52,7 @@ class DataConfig(Section):
     train: dict[str, DatasetConfig]
     """Datasets by name."""
     mixture: dict[str, float] | None = None
-    """Share of each dataset in the draws, by name; holds to within one prompt at any time. Default: equal shares."""
+    """Share of each dataset in every batch, by name, to within one prompt, also when groups are filtered. Default: equal shares of the draws."""
     shuffle: bool = True
     """Shuffle finite datasets anew in every epoch, by `seed`."""
     epochs: float | None = Field(None, gt=0)

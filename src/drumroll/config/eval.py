@@ -25,6 +25,8 @@ class EvalSetConfig(DatasetConfig):
     """Nucleus sampling; evaluation only."""
     top_k: int = Field(0, ge=0)
     """Draw among the k likeliest tokens; 0 is all. Evaluation only."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Draw only tokens at least this times as likely as the likeliest. Evaluation only."""
     max_tokens: int | None = Field(None, ge=1)
     """Longest completion. Default: the rollout's."""
 

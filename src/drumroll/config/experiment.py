@@ -16,6 +16,7 @@ from drumroll.config.reward import ALL_DOMAINS, RewardConfig, RewardSpec, normal
 from drumroll.config.roles import RolesConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.config.run import CheckpointConfig, TrackerConfig
+from drumroll.config.sandbox import SandboxConfig
 from drumroll.config.section import Section
 
 
@@ -36,6 +37,8 @@ class RunConfig(Section):
     """Training rows."""
     reward: RewardSpec | dict[str, RewardSpec] = {}
     """Scoring functions: one for all domains (`reward: exact`), or by domain (`reward: {sums: exact}`)."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where programs that the model wrote are run, for the reward `code`."""
     eval: EvalConfig = EvalConfig()
     """Held-out sets."""
     optim: OptimConfig = OptimConfig()
@@ -47,7 +50,7 @@ class RunConfig(Section):
     deterministic: bool = False
     """Same seed, same machine, same bytes; costs some speed."""
     threads: int = Field(0, ge=0)
-    """CPU threads for torch; 0 takes one per core."""
+    """CPU threads for torch; 0 takes one per core. On ray: of each device, where `cluster.threads` says nothing else."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Resumable states."""
     trackers: list[TrackerConfig] = []
@@ -67,7 +70,7 @@ class RunConfig(Section):
         if mixture is not None and (min(mixture.values()) < 0 or sum(mixture.values()) <= 0):
             raise ValueError(f"data.mixture needs shares of at least 0 with a positive sum, got {mixture}")
         if self.cluster.runtime == "local":
-            for role in ("actor", "rollout", "reference", "critic", "judge"):
+            for role in ("actor", "rollout", "reference", "teacher", "critic", "judge", "reward_model"):
                 if getattr(getattr(self.roles, role), "devices", None) is not None:
                     raise ValueError(
                         f"roles.{role}.devices maps a role to devices of a pool, which needs cluster.runtime: ray; on the local runtime "
@@ -75,6 +78,14 @@ class RunConfig(Section):
                     )
             if self.roles.rollout.backend == "vllm":
                 raise ValueError("roles.rollout.backend: vllm runs in processes of its own, so it needs cluster.runtime: ray")
+        else:
+            for role in type(self.roles).model_fields:
+                device = getattr(getattr(self.roles, role), "device", "auto")
+                if device != "auto":
+                    raise ValueError(
+                        f"roles.{role}.device: {device} is for the local runtime; with cluster.runtime: ray a role runs on devices of the "
+                        f"pool: cluster.kind says GPU or CPU, roles.{role}.devices which of them"
+                    )
         rollout = self.roles.rollout
         if rollout.backend == "native" and (rollout.parallel or rollout.options):
             raise ValueError(
@@ -95,7 +106,7 @@ class RunConfig(Section):
             return {domain: normalise(spec) for domain, spec in self.reward.items()}
         return {ALL_DOMAINS: normalise(self.reward)}
 
-    def role_model(self, role: Literal["actor", "reference", "critic"]) -> str:
+    def role_model(self, role: Literal["actor", "reference", "teacher", "critic"]) -> str:
         """The model a role plays with."""
         return getattr(self.roles, role).model or self.model
 
@@ -119,19 +130,19 @@ class RLConfig(RunConfig):
 
     def longest(self) -> int:
         """The most tokens that a sample's policy can write."""
-        return self.rollout.max_tokens * (self.environment.max_turns if self.has_episodes() else 1)
+        return self.rollout.longest * (self.environment.max_turns if self.has_episodes() else 1)
 
     def longest_trace(self) -> int:
         """The most tokens that a trace of training can have."""
-        turn, own = self.data.max_prompt_tokens + self.rollout.max_tokens, self.environment
+        turn, own = self.data.max_prompt_tokens + self.rollout.longest, self.environment
         if not self.has_episodes() or own.mode == "step":
             return turn
-        return own.context or turn + (own.max_turns - 1) * 2 * self.rollout.max_tokens
+        return own.context or turn + (own.max_turns - 1) * 2 * self.rollout.longest
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
         samples, mini = self.rollout.prompts * self.rollout.samples, self.optim.minibatch
-        if mini is not None and samples % mini:
+        if mini is not None and samples % mini and not self.rollout.domains:
             fits = next(m for m in range(mini, 0, -1) if samples % m == 0)
             raise ValueError(
                 f"{self.rollout.prompts} prompts × {self.rollout.samples} samples = {samples} samples do not divide into "
@@ -159,17 +170,22 @@ class RLConfig(RunConfig):
     @model_validator(mode="after")
     def _algorithm_is_sound(self) -> Self:
         chosen, rollout = self.algorithm, self.rollout
-        if chosen.advantage in GROUPED and rollout.samples < 2:
+        fewest = min([rollout.samples, *(d.samples for d in rollout.domains.values() if d.samples)])
+        if chosen.advantage in GROUPED and fewest < 2:
             raise ValueError(
                 f"algorithm.advantage: {chosen.advantage} compares the samples of a group, so rollout.samples must be at least 2, got 1"
             )
-        if "group" in (chosen.reward_mean, chosen.reward_std) and rollout.samples < 2:
+        if "group" in (chosen.reward_mean, chosen.reward_std) and fewest < 2:
             raise ValueError(
                 f"algorithm.reward_mean: {chosen.reward_mean} and reward_std: {chosen.reward_std} compare the samples of a group, "
                 "so rollout.samples must be at least 2, got 1"
             )
-        if chosen.advantage == "pass_at_k" and chosen.pass_k > rollout.samples:
-            raise ValueError(f"algorithm.pass_k: {chosen.pass_k} cannot be drawn from rollout.samples: {rollout.samples}")
+        if chosen.teacher and self.roles.teacher.model is None:
+            raise ValueError(
+                f"algorithm.teacher: {chosen.teacher:g} needs a model to learn from: name one under roles.teacher.model"
+            )
+        if chosen.advantage == "pass_at_k" and chosen.pass_k > fewest:
+            raise ValueError(f"algorithm.pass_k: {chosen.pass_k} cannot be drawn from rollout.samples: {fewest}")
         if self.optim.epochs > 1 and chosen.loss in WITHOUT_RATIO:
             raise ValueError(
                 f"optim.epochs: {self.optim.epochs} trains on samples again after the policy has moved, but algorithm.loss: {chosen.loss} "

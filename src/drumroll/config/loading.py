@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from drumroll.config.experiment import ADAPTER, BY_PIPELINE, AnyConfig
 from drumroll.errors import ConfigError, did_you_mean
+from drumroll.models.tiny import NAMES
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -40,7 +41,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
         path = Path(source)
         values = _read(path, origins)
         base = path.resolve().parent
-    for override in overrides:
+    for override in sorted(overrides, key=lambda o: o.partition("=")[0].count(".")):  # a section before its keys
         _apply(values, override, origins)
     _resolve_paths(values, base)
     config = check(values, origins)
@@ -115,7 +116,9 @@ def _apply(values: dict[str, Any], override: str, origins: dict[str, str]) -> No
         raise ConfigError(f"the value of override '{override}' is not valid YAML.") from None
     place = values
     *parents, last = key.split(".")
-    for parent in parents:
+    for depth, parent in enumerate(parents):
+        if depth == 0 and parent == "algorithm" and isinstance(values.get(parent), str):
+            values[parent] = {"recipe": values[parent]}  # what a name alone stands for
         place = place.setdefault(parent, {})
         if not isinstance(place, dict):
             raise ConfigError(f"override '{override}': '{parent}' is a value, not a section.")
@@ -134,7 +137,10 @@ def _plain(value: Any) -> Any:
 
 
 def _resolve_paths(values: dict[str, Any], base: Path) -> None:
-    """Files and modules named in a recipe are found from the current directory or beside the recipe."""
+    """Files, models and modules named in a recipe are found from the current directory or beside the recipe.
+
+    Their paths become absolute: workers, and a later resume, may run elsewhere.
+    """
     folders = values.get("import_from") or []
     if isinstance(folders, list):
         found = [str(base), str(Path.cwd()), *(str((base / f).resolve()) for f in folders)]
@@ -143,9 +149,19 @@ def _resolve_paths(values: dict[str, Any], base: Path) -> None:
         sets = (values.get(section) or {}).get(key) if isinstance(values.get(section), dict) else None
         for dataset in sets.values() if isinstance(sets, dict) else ():
             source = dataset.get("source") if isinstance(dataset, dict) else None
-            if isinstance(source, str) and source.endswith(FILE_SUFFIXES):
-                here, beside = Path(source).expanduser(), base / source
+            if not isinstance(source, str):
+                continue
+            here, beside = Path(source).expanduser(), base / source
+            if source.endswith(FILE_SUFFIXES) or here.is_dir() or beside.is_dir():
                 dataset["source"] = str((beside if not here.exists() and beside.exists() else here).resolve())
+
+    roles = values.get("roles")
+    for section in (values, *(roles.values() if isinstance(roles, dict) else ())):
+        name = section.get("model") if isinstance(section, dict) else None
+        if isinstance(name, str) and name not in NAMES:
+            here, beside = Path(name).expanduser(), base / name
+            if found := next((path for path in (here, beside) if path.exists()), None):
+                section["model"] = str(found.resolve())
 
 
 def _relevant(errors: list[ErrorDetails]) -> list[ErrorDetails]:

@@ -15,7 +15,8 @@ class RewardConfig(Section):
     """One scoring function."""
 
     use: str
-    """A built-in (exact, number, contains, length, judge) or `module:function`; its arguments are filled by column name."""
+    """A built-in (math, code, choice, exact, judge, ...: see docs/rewards.md) or `module:function`; its arguments are filled by
+    column name."""
     weight: float = 1.0
     """Its share in the sample's reward; 0 logs it as a metric only."""
     args: dict[str, Any] = Field(default={})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from drumroll.config.optim import OptimConfig
 from drumroll.config.section import Section
@@ -35,7 +35,7 @@ class ActorRole(Section):
     devices: Devices = None
     """Devices of the pool: a range (`0-11`, `"0-7,12-15"`), or a count. Default: all. Needs `cluster.runtime: ray`."""
     device: Device = "auto"
-    """`auto` (CUDA if there is one, else CPU), `cpu`, `cuda` or `cuda:N`."""
+    """Local runtime: `auto` (CUDA if there is one, else CPU), `cpu`, `cuda` or `cuda:N`."""
     dtype: Dtype = "float32"
     """Type of the working weights. With bfloat16 the optimizer keeps float32 master weights beside them."""
     lora: LoraConfig | None = None
@@ -75,7 +75,9 @@ class RolloutRole(Section):
     workers: int = Field(1, ge=1)
     """How many engines on the `local` runtime; on `ray` the devices say it."""
     slots: int = Field(256, ge=1)
-    """How many samples an engine generates at once; bounds the memory of its key-value cache."""
+    """How many samples an engine generates at once."""
+    cache_gb: float | None = Field(None, gt=0)
+    """native: memory of keys and values; when it runs out, the youngest samples wait. Default: enough for all slots at full length."""
 
 
 class ReferenceRole(Section):
@@ -91,11 +93,33 @@ class ReferenceRole(Section):
     """Type of its weights."""
 
 
+class PriceConfig(Section):
+    """What an endpoint charges, in your currency."""
+
+    input: float = Field(0.0, ge=0)
+    """For a million tokens of questions."""
+    output: float = Field(0.0, ge=0)
+    """For a million tokens of answers."""
+
+
+class TeacherRole(ReferenceRole):
+    """A frozen model with the same tokens that `algorithm.teacher` pulls the policy towards; loaded only when that is above 0."""
+
+    model: str | None = None
+    """Model of this role, which must share the actor's tokenizer."""
+
+
 class JudgeRole(Section):
-    """A model that rewards may ask (the argument `judge` of a reward function); loaded when it is named."""
+    """A model that rewards may ask (the argument `judge` of a reward function): an engine of ours, or an endpoint."""
 
     model: str
-    """Model of this role: a built-in, a Hugging Face directory or hub id."""
+    """Model of this role: a built-in, a Hugging Face directory or hub id; with `url`, its name at that endpoint."""
+    url: str | None = None
+    """An OpenAI-compatible endpoint, for example http://127.0.0.1:8000/v1. Default: the model is loaded here."""
+    key_env: str | None = None
+    """Name of the environment variable that holds the endpoint's key; the key itself is never written down."""
+    options: dict[str, Any] = {}
+    """With `url`: further fields of its requests, for example {seed: 1}."""
     devices: Devices = None
     """A range, a count, or a role to share with. Default: the actor's."""
     device: Device = "auto"
@@ -105,9 +129,52 @@ class JudgeRole(Section):
     slots: int = Field(64, ge=1)
     """How many questions it answers at once."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Longest question."""
+    """Longest question of a model loaded here; of a longer one the end is kept."""
     max_tokens: int = Field(16, ge=1)
     """Longest answer."""
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    timeout: float = Field(120.0, gt=0)
+    """Seconds for one try at an answer."""
+    retries: int = Field(4, ge=0)
+    """Further tries after a failure that may pass: no connection, too many requests, an error of the server."""
+    backoff: float = Field(1.0, ge=0)
+    """Seconds before the first of them; doubled each time, up to 60. What the server asks for in `retry-after` is waited for."""
+    requests_per_minute: float | None = Field(None, gt=0)
+    """At most so many tries a minute. Default: no limit."""
+    cache: Literal["none", "memory", "run"] = "memory"
+    """Whether a question that was answered is asked again; `run` keeps answers in the run's directory, for a resumed run."""
+    price: PriceConfig = PriceConfig()
+    """For the metric `judge/cost`."""
+
+    @model_validator(mode="after")
+    def _here_or_there(self) -> Self:
+        if self.url is None and (self.key_env is not None or self.options):
+            raise ValueError("key_env and options are of an endpoint: they need a url")
+        if self.url is not None and self.devices is not None:
+            raise ValueError("a judge at a url runs elsewhere, so it has no devices here")
+        return self
+
+
+class RewardModelRole(Section):
+    """A sequence classifier that rewards may ask (the argument `reward_model` of a reward function)."""
+
+    model: str
+    """A Hugging Face directory or hub id that AutoModelForSequenceClassification can load, with its tokenizer."""
+    devices: Devices = None
+    """A range, a count, or a role to share with. Default: the actor's."""
+    device: Device = "auto"
+    """As for the actor."""
+    dtype: Dtype = "float32"
+    """Type of its weights."""
+    max_tokens: int = Field(1024, ge=1)
+    """Longest prompt and completion together; of a longer one the end is kept."""
+    batch_size: int = Field(16, ge=1)
+    """How many samples are scored in one pass; those that wait at the same time are put together."""
+    label: int | None = Field(None, ge=0)
+    """Of several classes, the one whose probability is the score. Default: the only output as it is, or the last class."""
+    timeout: float = Field(120.0, gt=0)
+    """Seconds for one pass."""
 
 
 class RolesConfig(Section):
@@ -117,9 +184,13 @@ class RolesConfig(Section):
     """The policy being trained."""
     rollout: RolloutRole = RolloutRole()
     """The policy generating samples."""
+    teacher: TeacherRole = TeacherRole()
+    """The frozen policy to learn from."""
     reference: ReferenceRole = ReferenceRole()
     """The frozen policy of a KL term."""
     critic: CriticRole = CriticRole()
     """The value model of GAE."""
     judge: JudgeRole | None = None
     """A model that rewards may ask."""
+    reward_model: RewardModelRole | None = None
+    """A classifier that rewards may ask."""

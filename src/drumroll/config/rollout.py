@@ -10,6 +10,21 @@ from pydantic import Field, model_validator
 from drumroll.config.section import Section
 
 
+class DomainRollout(Section):
+    """What one domain does otherwise; what is not named is as for all."""
+
+    samples: int | None = Field(None, ge=1)
+    """Its group size."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Its longest completion."""
+    stop: list[str] | None = None
+    """Strings that end its completions."""
+    filter: str | None = None
+    """Its group filter."""
+    filter_args: dict[str, float] | None = None
+    """Arguments of the filter."""
+
+
 class RolloutConfig(Section):
     """Generation of training samples."""
 
@@ -53,6 +68,8 @@ class RolloutConfig(Section):
     """Seconds to wait for an engine when none is alive."""
     reward_workers: int = Field(2, ge=1)
     """Processes that run your own reward functions; one that hangs is killed and replaced."""
+    domains: dict[str, DomainRollout] = {}
+    """Group size, length, stops and filter of single domains, for example {code: {samples: 4, max_tokens: 256}}."""
 
     @model_validator(mode="after")
     def _partial_needs_staleness(self) -> Self:
@@ -62,6 +79,21 @@ class RolloutConfig(Section):
                 f"it needs rollout.max_staleness of at least 1, got {self.max_staleness:g}"
             )
         return self
+
+    def of(self, domain: str) -> RolloutConfig:
+        """How a domain is sampled."""
+        own = self.domains.get(domain)
+        return self if own is None else self.model_copy(update=own.model_dump(exclude_none=True))
+
+    @property
+    def most_samples(self) -> int:
+        """The largest group."""
+        return max([self.samples, *(d.samples or 0 for d in self.domains.values())])
+
+    @property
+    def longest(self) -> int:
+        """The longest completion of any domain."""
+        return max([self.max_tokens, *(d.max_tokens or 0 for d in self.domains.values())])
 
     @property
     def lag_limit(self) -> int:

@@ -1,37 +1,25 @@
-"""Procedurally generated problems for tiny models, and flawed teachers of them.
+"""Procedurally generated problems, and flawed teachers of them, so that a run in many domains needs no download.
 
-A problem belongs to the held-out split or to the training split by a hash of its text, so the two can never meet.
 A teacher is *systematically* wrong in part of its demonstrations: a model that imitates it knows the right answer as
-a minority opinion, which is a start that reinforcement learning can teach rather than merely sharpen.
+a minority opinion, which is a start that reinforcement learning can teach rather than merely sharpen. Here is arithmetic;
+`code`, `following` and `choice` beside this file are other domains, each in a form for the built-in tiny model and in words.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from drumroll.errors import DataError
+from drumroll.data.choice import choices, quizzes
+from drumroll.data.code import functions, programs
+from drumroll.data.following import instructions, orders
+from drumroll.data.split import Row, stream
+from drumroll.errors import DataError, did_you_mean
 
-Row = dict[str, Any]
-HELD_OUT_SHARE = 5
-
-
-def is_held_out(prompt: str) -> bool:
-    """One problem in `HELD_OUT_SHARE` is held out, decided by its text alone."""
-    return hashlib.sha256(prompt.encode()).digest()[0] % HELD_OUT_SHARE == 0
-
-
-def _stream(make: Callable[[random.Random], Row], split: str, seed: int) -> Iterator[Row]:
-    """Endless problems of a split."""
-    if split not in ("train", "held_out"):
-        raise DataError(f"split '{split}' does not exist; problems have 'train' and 'held_out'.")
-    rng = random.Random(f"{split}/{seed}")
-    while True:
-        row = make(rng)
-        if is_held_out(row["prompt"]) == (split == "held_out"):
-            yield row
+__all__ = [
+    "choices", "demonstrations", "functions", "instructions", "orders", "programs", "questions", "quizzes", "reversal", "sums",
+]  # fmt: skip
 
 
 def sums(split: str, seed: int, terms: int = 3, top: int = 9) -> Iterator[Row]:
@@ -41,7 +29,7 @@ def sums(split: str, seed: int, terms: int = 3, top: int = 9) -> Iterator[Row]:
         numbers = [rng.randint(0, top) for _ in range(terms)]
         return {"prompt": "+".join(map(str, numbers)) + "=", "answer": str(sum(numbers)), "flawed": str(sum(numbers[:-1]))}
 
-    return _stream(make, split, seed)
+    return stream(make, split, seed)
 
 
 def reversal(split: str, seed: int, shortest: int = 3, longest: int = 4, letters: str = "abcdefgh") -> Iterator[Row]:
@@ -53,28 +41,45 @@ def reversal(split: str, seed: int, shortest: int = 3, longest: int = 4, letters
             word = "".join(rng.choice(letters) for _ in range(rng.randint(shortest, longest)))
         return {"prompt": f"rev {word}=", "answer": word[::-1], "flawed": word}
 
-    return _stream(make, split, seed)
+    return stream(make, split, seed)
 
 
 def questions(split: str, seed: int, terms: int = 3, top: int = 9) -> Iterator[Row]:
-    """`What is 3 + 4 - 5?` in words, for models that speak; the answer is a number."""
+    """`What is 3 + 4 - 5?` in words, for models that speak; the answer is a number. The flawed teacher forgets the last term."""
 
     def make(rng: random.Random) -> Row:
         numbers = [rng.randint(0, top) for _ in range(terms)]
         signs = [1, *(rng.choice((1, -1)) for _ in numbers[1:])]
         text = "".join(f" {'+' if s > 0 else '-'} {n}" for s, n in zip(signs, numbers, strict=True))[3:]
-        total = sum(s * n for s, n in zip(signs, numbers, strict=True))
-        return {"prompt": f"What is {text}? Reply with the result only.", "answer": str(total)}
+        parts = [s * n for s, n in zip(signs, numbers, strict=True)]
+        prompt = f"What is {text}? Reply with the result only."
+        return {"prompt": prompt, "answer": str(sum(parts)), "flawed": str(sum(parts[:-1]))}
 
-    return _stream(make, split, seed)
+    return stream(make, split, seed)
 
 
-TASKS: dict[str, Callable[..., Iterator[Row]]] = {"sums": sums, "reversal": reversal}
+TASKS: dict[str, Callable[..., Iterator[Row]]] = {
+    "sums": sums,
+    "reversal": reversal,
+    "programs": programs,
+    "orders": orders,
+    "choices": choices,
+    "questions": questions,
+    "functions": functions,
+    "instructions": instructions,
+    "quizzes": quizzes,
+}
+"""All generators by name: first those for the tiny model, then those in words."""
 
 
 def demonstrations(split: str, seed: int, task: str, flawed: float, ramp: int = 0, **args: Any) -> Iterator[Row]:
     """Rows to imitate: a teacher that is systematically wrong in a share `flawed` of them, reached over `ramp` rows."""
-    rng = random.Random(f"teacher/{task}/{seed}")
-    for count, row in enumerate(TASKS[task](split, seed, **args)):
+    if task not in TASKS:
+        raise DataError(f"there is no task '{task}'; choose one of {', '.join(TASKS)}.{did_you_mean(task, TASKS)}")
+    return _teach(TASKS[task](split, seed, **args), random.Random(f"teacher/{task}/{seed}"), flawed, ramp)
+
+
+def _teach(rows: Iterator[Row], rng: random.Random, flawed: float, ramp: int) -> Iterator[Row]:
+    for count, row in enumerate(rows):
         share = flawed * min(1.0, count / ramp) if ramp else flawed
         yield {**row, "completion": row["flawed"] if rng.random() < share else row["answer"]}

@@ -1,29 +1,77 @@
-"""Reading rows from files and functions. Rows are plain dicts; what is missing in one is named with its place."""
+"""Reading rows from files, directories, the hub and functions. Rows are plain dicts in our layout."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from drumroll.config.data import DatasetConfig
-from drumroll.errors import DataError
+from drumroll.data.layouts import arrange
+from drumroll.data.split import Row
+from drumroll.errors import DataError, MissingExtra
 from drumroll.registry import import_path
 
-Row = dict[str, Any]
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+HUB = "hf:"
+GYM = "reasoning_gym:"
+SPLIT_WORDS = ("train", "test", "validation", "val", "dev", "eval", "held_out")
 
 
-def read(name: str, config: DatasetConfig, seed: int) -> list[Row] | Iterator[Row]:
-    """The rows of a dataset: a list when it is finite, an iterator when it may be endless."""
-    if ":" in config.source and not Path(config.source).exists():
+class Table(Sequence[Row]):
+    """Rows that are made when they are asked for, so that a large dataset stays in its columns, or on disk."""
+
+    def __init__(self, count: int, row: Callable[[int], Row]) -> None:
+        self.row, self._rows = row, count
+
+    @override
+    def __len__(self) -> int:
+        return self._rows
+
+    @override
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._rows:
+            raise IndexError(index)
+        return self.row(index)
+
+
+def read(name: str, config: DatasetConfig, seed: int) -> Sequence[Row] | Iterator[Row]:
+    """The rows of a dataset: a sequence when it is finite, an iterator when it may be endless."""
+    rows = _open(name, config, seed)
+    ours = partial(arrange, name, config)
+    if isinstance(rows, Sequence):
+        if not rows:
+            raise DataError(f"{name}: {config.source} holds no rows.")
+        count = min(len(rows), config.limit or len(rows))
+        if isinstance(rows, Table):
+            row = rows.row
+            return Table(count, lambda index: ours(row(index)))
+        return [ours(row) for row in rows[:count]]
+    return map(ours, rows) if config.limit is None else _distinct(map(ours, rows), config.limit, config.prompt)
+
+
+def _open(name: str, config: DatasetConfig, seed: int) -> Sequence[Row] | Iterator[Row]:
+    source = config.source
+    path = Path(source).expanduser()
+    if source.startswith(HUB):
+        return _read_hub(name, source.removeprefix(HUB), config)
+    if source.startswith(GYM):
+        from drumroll.data.reasoning import problems
+
+        return problems(name, source.removeprefix(GYM), config.split, seed, config.args)
+    if path.is_dir():
+        return _read_directory(name, path, config.split)
+    if ":" in source and not path.exists():
         return _call(name, config, seed)
-    rows = _read_file(name, Path(config.source))[: config.limit]
-    if not rows:
-        raise DataError(f"{name}: {config.source} holds no rows.")
-    return rows
+    if not path.exists() and path.suffix not in SUFFIXES and source.count("/") == 1 and source[0] not in "./~":
+        return _read_hub(name, source, config)
+    return _read_file(name, path)
 
 
 def _call(name: str, config: DatasetConfig, seed: int) -> list[Row] | Iterator[Row]:
@@ -34,24 +82,114 @@ def _call(name: str, config: DatasetConfig, seed: int) -> list[Row] | Iterator[R
         raise DataError(
             f"{name}: {config.source} could not be called with split, seed and args {config.args}: {error}."
         ) from error
-    if isinstance(rows, list):
-        if not rows:
-            raise DataError(f"{name}: {config.source} returned no rows for split '{config.split}'.")
-        return rows[: config.limit]
-    return iter(rows) if config.limit is None else _distinct(rows, config.limit, config.prompt)
+    if isinstance(rows, list) and not rows:
+        raise DataError(f"{name}: {config.source} returned no rows for split '{config.split}'.")
+    return rows if isinstance(rows, list) else iter(rows)
 
 
 def _distinct(rows: Iterable[Row], limit: int, column: str) -> list[Row]:
     """The first `limit` different rows of an endless source."""
     seen: dict[str, Row] = {}
-    for tries, row in enumerate(rows):
-        seen.setdefault(str(row.get(column, row)), row)
-        if len(seen) >= limit or tries > 1000 * limit:
+    repeated = 0
+    for row in rows:
+        key = str(row.get(column, row))
+        repeated = repeated + 1 if key in seen else 0
+        seen.setdefault(key, row)
+        if len(seen) >= limit or repeated > 1000 + 20 * limit:
             break
     return list(seen.values())
 
 
-def _read_file(name: str, path: Path) -> list[Row]:
+# --- the hub ---
+
+
+def _read_hub(name: str, repo: str, config: DatasetConfig) -> Table:
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError:
+        raise MissingExtra(f"{name}: reading '{repo}' from the Hugging Face hub", "datasets") from None
+    args = dict(config.args)
+    subset = args.pop("config", None)
+    try:
+        rows: Any = load_dataset(repo, subset, split=config.split, **args)
+        return Table(len(rows), rows.__getitem__)
+    except Exception as error:  # whatever the network, the hub or a broken file may raise
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise DataError(
+            f"{name}: '{repo}' (split '{config.split}') could not be read from the Hugging Face hub: {reason}. "
+            "Offline, give a file, or a directory of its files or saved by datasets."
+        ) from error
+
+
+# --- directories ---
+
+
+def _read_directory(name: str, path: Path, split: str) -> Sequence[Row]:
+    """Rows of a dataset saved by `datasets`, or of all files of a split, in the order of their names."""
+    if (path / "dataset_dict.json").exists():
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        if split not in splits:
+            raise DataError(f"{name}: {path} has no split '{split}'; it has {', '.join(splits)}: set `split`.")
+        path /= split
+    if (path / "state.json").exists():
+        return _read_saved(name, path)
+    files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and not p.name.startswith((".", "dataset_info")))
+    if not files:
+        raise DataError(f"{name}: the directory {path} holds no {', '.join(SUFFIXES)} files.")
+    files = _of_split(name, path, files, split)
+    if all(p.suffix == ".parquet" for p in files):
+        return _tables(name, path, [partial(_parquet, p) for p in files])
+    return [row for p in files for row in _read_file(name, p)]
+
+
+def _of_split(name: str, folder: Path, files: list[Path], split: str) -> list[Path]:
+    """Files whose name or folder begins with the split's name; all of them when none names any split."""
+
+    def names(file: Path, word: str) -> bool:
+        parts = [p.partition(".")[0].partition("-")[0] for p in file.relative_to(folder).parts]
+        return any(part == word or part.startswith(f"{word}_") for part in parts)
+
+    found = [f for f in files if names(f, split)]
+    others = [word for word in SPLIT_WORDS if any(names(f, word) for f in files)]
+    if not found and others:
+        raise DataError(f"{name}: {folder} has no files of split '{split}'; it has {', '.join(others)}: set `split`.")
+    return found or files
+
+
+def _read_saved(name: str, path: Path) -> Table:
+    """What `Dataset.save_to_disk` wrote: Arrow streams, used from disk."""
+    import pyarrow as pa
+
+    def stream(file: str) -> Any:
+        return pa.ipc.open_stream(pa.memory_map(str(path / file))).read_all()
+
+    state = json.loads((path / "state.json").read_text())
+    return _tables(name, path, [partial(stream, part["filename"]) for part in state["_data_files"]])
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    return pq.read_table(path)
+
+
+def _tables(name: str, path: Path, opened: list[Callable[[], Any]]) -> Table:
+    """Arrow tables one after the other."""
+    import pyarrow as pa
+
+    try:
+        table = pa.concat_tables([make() for make in opened], promote_options="permissive")
+    except (ValueError, OSError, pa.ArrowException) as error:
+        raise DataError(f"{name}: {path} could not be parsed: {error}.") from None
+    return Table(table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0])
+
+
+# --- files ---
+
+
+def _read_file(name: str, path: Path) -> Sequence[Row]:
+    if path.suffix == ".parquet" and path.exists():
+        return _tables(name, path, [partial(_parquet, path)])
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -67,13 +205,11 @@ def _read_file(name: str, path: Path) -> list[Row]:
                 return rows
             case ".csv":
                 return list(csv.DictReader(io.StringIO(text.decode(), newline="")))
-            case ".parquet":
-                import pyarrow.parquet as pq
-
-                return pq.read_table(path).to_pylist()
     except (ValueError, OSError) as error:
         raise DataError(f"{name}: {path} could not be parsed: {error}.") from None
-    raise DataError(f"{name}: {path} is of no known kind; use .jsonl, .json, .csv, .parquet or module:function.")
+    raise DataError(
+        f"{name}: {path} is of no known kind; use .jsonl, .json, .csv, .parquet, a directory, hf:owner/name or module:function."
+    )
 
 
 def _json_row(name: str, path: Path, number: int, line: str) -> Row:

@@ -6,15 +6,12 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from drumroll.data.problems import is_held_out
-from drumroll.data.rows import Row
-from drumroll.errors import DataError
+from drumroll.data.split import Row, check_split, is_held_out
 
 
 def seeds(split: str, seed: int, **columns: Any) -> Iterator[Row]:
     """Endless rows with a `seed` each, and the given columns. A seed is held out or for training, never both."""
-    if split not in ("train", "held_out"):
-        raise DataError(f"split '{split}' does not exist; seeds have 'train' and 'held_out'.")
+    check_split(split)
     rng = random.Random(f"seeds/{split}/{seed}")
     while True:
         number = rng.getrandbits(31)

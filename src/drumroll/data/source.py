@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from drumroll.config.data import DataConfig, DatasetConfig
 from drumroll.config.environment import NONE, EnvironmentConfig
 from drumroll.data.render import Content, Renderer
-from drumroll.data.rows import Row, read
+from drumroll.data.rows import read
+from drumroll.data.split import Row
 from drumroll.errors import DataError
 from drumroll.sample import Prompt, Scene
 
@@ -40,6 +41,7 @@ class Reader:
     renderer: Renderer
     required: RequiredColumns
     environment: EnvironmentConfig = NONE
+    stream: str = ""
 
     def prompt(self, row: Row, number: int) -> Prompt:
         """One row as a prompt; a missing column is named with the row's place and the columns there are."""
@@ -62,11 +64,11 @@ class Reader:
                 f"{self.name}: row {number + 1} lacks the column '{column}', which {who} needs; it has {', '.join(sorted(row))}."
             )
         if scene is not None:
-            return Prompt(Prompt.stable_id([domain, content, row]), domain, content, (), row, scene)
+            return Prompt(Prompt.stable_id([domain, content, row]), domain, content, (), row, self.stream, scene)
         tokens = self.renderer.prompt(content, chat=self.config.chat, system=self.config.system)
         if not tokens:
             raise DataError(f"{self.name}: row {number + 1} has an empty prompt.")
-        return Prompt(Prompt.stable_id([domain, content]), domain, content, tokens, row)
+        return Prompt(Prompt.stable_id([domain, content]), domain, content, tokens, row, self.stream)
 
     def _scene(self, row: Row) -> Scene | None:
         """The environment that a row is played in, if any."""
@@ -110,7 +112,7 @@ class _Stream:
     """The endless row order of one dataset."""
 
     reader: Reader
-    rows: list[Row] | Iterator[Row]
+    rows: Sequence[Row] | Iterator[Row]
     share: float
     shuffle_seed: str | None
     taken: int = 0
@@ -120,9 +122,11 @@ class _Stream:
     def next(self) -> tuple[Row, int]:
         number = self.taken
         self.taken += 1
-        if not isinstance(self.rows, list):
+        if not isinstance(self.rows, Sequence):
             try:
                 return next(self.rows), number
+            except DataError:
+                raise
             except Exception as error:
                 if not isinstance(error, StopIteration):
                     text = f"{type(error).__name__}: {error}"
@@ -139,7 +143,7 @@ class _Stream:
         return self.rows[index], index
 
     def epochs(self) -> float:
-        return self.taken / len(self.rows) if isinstance(self.rows, list) else 0.0
+        return self.taken / len(self.rows) if isinstance(self.rows, Sequence) else 0.0
 
 
 class PromptSource:
@@ -158,9 +162,10 @@ class PromptSource:
         self._draws = 0
         mixture = config.mixture or dict.fromkeys(config.train, 1.0)
         total = sum(mixture.values())
+        self.shares = {name: share for name, share in config.mixture.items() if share} if config.mixture else {"": 1.0}
         self._streams = [
             _Stream(
-                Reader(f"data.train.{name}", dataset, renderer, required, environment),
+                Reader(f"data.train.{name}", dataset, renderer, required, environment, name if config.mixture else ""),
                 read(f"data.train.{name}", dataset, seed),
                 mixture[name] / total,
                 f"{seed}/{name}" if config.shuffle else None,
@@ -200,19 +205,19 @@ class PromptSource:
             )
         if self.config.overlong == "drop":
             return None
-        return Prompt(prompt.id, prompt.domain, prompt.content, prompt.tokens[-limit:], prompt.columns)
+        return replace(prompt, tokens=prompt.tokens[-limit:])
 
     def exhausted(self) -> bool:
         """Whether `data.epochs` passes over the largest finite dataset are done."""
-        finite = [s for s in self._streams if isinstance(s.rows, list)]
+        finite = [s for s in self._streams if isinstance(s.rows, Sequence)]
         if self.config.epochs is None or not finite:
             return False
-        largest = max(finite, key=lambda s: len(s.rows) if isinstance(s.rows, list) else 0)
+        largest = max(finite, key=lambda s: len(s.rows) if isinstance(s.rows, Sequence) else 0)
         return largest.epochs() >= self.config.epochs
 
     def metrics(self) -> dict[str, float]:
         """Over-long prompts met so far, and passes over the largest finite dataset."""
-        finite = [s for s in self._streams if isinstance(s.rows, list)]
+        finite = [s for s in self._streams if isinstance(s.rows, Sequence)]
         epochs = max(finite, key=lambda s: len(s.rows)).epochs() if finite else 0.0  # pyrefly: ignore[bad-argument-type]
         return {"data/overlong": float(self.overlong), **({"data/epoch": epochs} if epochs else {})}
 
@@ -226,7 +231,7 @@ class PromptSource:
         self._draws, self._drawn, self.overlong = state["draws"], list(state["drawn"]), state["overlong"]
         for stream in self._streams:
             taken = state["taken"].get(stream.reader.name, 0)
-            if isinstance(stream.rows, list):
+            if isinstance(stream.rows, Sequence):
                 stream.taken = taken
             else:
                 while stream.taken < taken:

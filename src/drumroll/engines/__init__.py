@@ -29,6 +29,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Leave the device to others: free what can be made again. Nothing may be running."""
+        """Leave the device to others: end all requests as `interrupt` does, and free what can be made again."""
         ...
 
     def wake(self) -> None:

@@ -1,71 +1,124 @@
 """The embedded engine: continuous batching in plain PyTorch on the Hugging Face module itself.
 
-A thread of its own admits waiting requests into free slots (computing a prompt that several of them share only
-once), decodes one token for all live rows, and hands out what has ended. It never waits for a batch to be full.
+A thread, which lives while there is work, seats waiting requests, computes a bounded number of prompt tokens, decodes one
+token for all rows that are ready, and hands out what has ended. It never waits for a batch to be full. Keys and values
+lie in pages (`pages.py`): what several requests have in common is computed and kept once.
 
-With `fixed_shape` every prompt is prefilled alone, a request's place in the draw order decides its row, and every
-decode step has all rows over the whole context: a sample's numbers are then the same to the last bit whatever else is
-being generated, at some cost in speed.
+With `fixed_shape` every prompt is prefilled alone, a request's place in the draw order decides its row and its pages,
+and every decode step has all rows over the whole context: a sample's numbers are then the same to the last bit
+whatever else is being generated, at some cost in speed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from drumroll.engines import Completion, EngineLost, Request
-from drumroll.engines.sampler import choose, keyed_uniform
-from drumroll.models.attention import Decode, KVCache, Prefill
+from drumroll.engines.pages import Chain, FixedPages, Pages
+from drumroll.engines.sampler import Restriction, choose, keyed_uniform
+from drumroll.errors import ConfigError
+from drumroll.models.attention import Decode, KVCache, Places, Prefill, Reads
+from drumroll.models.cores import CORES, LINGER
 from drumroll.models.loading import LoadedModel, kv_shapes
+from drumroll.models.packing import PackedLinears
 from drumroll.sample import StopReason, Version
 
-PREFILL_TOKENS = 8192
-WIDTH_STEP = 16
+PREFILL_TOKENS = 512
+PAGE_TOKENS = 128
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Row:
-    """A live or waiting request, and where its result goes."""
+    """A live or waiting request, where its result goes, and the keys and values it holds."""
 
     request: Request
     future: asyncio.Future[Completion]
     completion: Completion = field(default_factory=Completion)
+    chain: Chain = field(default_factory=Chain)
+    arrival: int = -1
+    seated: bool = False
 
     @property
     def length(self) -> int:
         return len(self.request.tokens) + len(self.completion.tokens)
 
+    @property
+    def pending(self) -> int:
+        """Tokens whose keys and values are not computed; with one it can decode."""
+        return self.length - self.chain.length
+
+    @property
+    def last_token(self) -> int:
+        return self.completion.tokens[-1] if self.completion.tokens else self.request.tokens[-1]
+
+    def tokens(self) -> list[int]:
+        return [*self.request.tokens, *self.completion.tokens]
+
+
+class _Chunk(NamedTuple):
+    """Tokens of a row to compute now, from position `start` on, and where their keys and values go."""
+
+    row: _Row
+    start: int
+    tokens: list[int]
+    places: tuple[list[int], list[int]]
+
 
 class NativeEngine:
-    """Implements `Engine` in this process."""
+    """Implements `Engine` in this process.
 
-    def __init__(self, model: LoadedModel, *, slots: int, context: int, fixed_shape: bool = False) -> None:
+    `cache_gb` bounds the memory of keys and values; None is enough for every slot at full length. When it runs out
+    the youngest request makes way; it is computed again later, and its tokens and random numbers stay the same.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        slots: int,
+        context: int,
+        fixed_shape: bool = False,
+        cache_gb: float | None = None,
+        page_tokens: int | None = None,
+    ) -> None:
         self.model = model
         self.slots = slots
         self.context = context
         self.fixed_shape = fixed_shape
+        self.page_tokens = page_tokens or (context if fixed_shape else min(context, PAGE_TOKENS))
+        self.preempted = 0
         self.version: Version = 0
         self.device = next(model.module.parameters()).device
+        self._shapes = kv_shapes(model.module)
+        self._packs = PackedLinears(model.module, rows=slots)
+        self.page_count = self._count_pages(cache_gb)
         self._kept: KVCache | None = self._new_cache()
+        self._pages = self._new_pages()
+        self._arrivals = itertools.count()
+        self._renamed = False
         self._rows: list[_Row | None] = []
         self._waiting: deque[_Row] = deque()
         self._inbox: list[_Row] = []
         self._aborts: set[str] = set()
         self._interrupted = False
-        self._switch: tuple[Version, Mapping[str, Tensor], bool, threading.Event] | None = None
+        self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     # --- the contract, called from the event loop ---
 
@@ -77,7 +130,7 @@ class NativeEngine:
             if self._closed:
                 raise EngineLost("the engine is closed")
             self._inbox.append(row)
-            self._wake.notify()
+            self._rouse()
         try:
             return await row.future
         except asyncio.CancelledError:
@@ -95,22 +148,18 @@ class NativeEngine:
             self._wake.notify()
 
     def set_version(self, version: Version) -> None:
-        self.version = version
+        with self._wake:
+            self.version = version
+            self._renamed = True
 
     def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
-        applied = threading.Event()
-        with self._wake:
-            if self._closed:
-                raise EngineLost("the engine is closed")
-            self._switch = (version, weights, recompute, applied)
-            self._wake.notify()
-        applied.wait()
+        self._change(lambda: self._apply(version, weights, recompute))
 
     def sleep(self) -> None:
-        self._kept = None
+        self._change(self._fall_asleep)
 
     def wake(self) -> None:
-        self._kept = self._kept or self._new_cache()
+        self._change(self._wake_up)
 
     def capacity(self) -> int:
         return self.slots
@@ -119,7 +168,27 @@ class NativeEngine:
         with self._wake:
             self._closed = True
             self._wake.notify()
-        self._thread.join(timeout=10)
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout=10)
+
+    def _rouse(self) -> None:
+        """With the lock held: there is something new. The thread that is told ends when there is nothing to do."""
+        if self._thread is not None:
+            self._wake.notify()
+            return
+        self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
+        self._thread.start()
+
+    def _change(self, work: Callable[[], None]) -> None:
+        """Have the thread do something between two tokens. What fails leaves it half changed, so the engine is then lost."""
+        done: Future[None] = Future()
+        with self._wake:
+            if self._closed:
+                raise EngineLost("the engine is closed")
+            self._changes.append((work, done))
+            self._rouse()
+        done.result()
 
     # --- the engine's own thread ---
 
@@ -129,70 +198,131 @@ class NativeEngine:
         return self._kept
 
     def _new_cache(self) -> KVCache:
-        module = self.model.module
-        return KVCache(kv_shapes(module), self.slots, self.context, module.dtype, self.device)
+        return KVCache(self._shapes, self.page_count, self.page_tokens, self.model.module.dtype, self.device)
+
+    def _new_pages(self) -> Pages:
+        if self.fixed_shape:
+            return FixedPages(self.slots, self.page_count // self.slots, self.page_tokens)
+        return Pages(self.page_count, self.page_tokens)
+
+    def _count_pages(self, cache_gb: float | None) -> int:
+        """As many as all slots can need, or as the memory granted allows."""
+        full = -(-self.context // self.page_tokens)
+        if self.fixed_shape:
+            per_slot, least = full, full * self.slots
+        else:
+            per_slot = least = full + 2  # a sequence branches off within a page, and so may what it branches off from
+        if cache_gb is None:
+            return per_slot * self.slots
+        width = self.model.module.dtype.itemsize
+        page_bytes = sum(2 * heads * dim * self.page_tokens * width for heads, dim in self._shapes)
+        granted = int(cache_gb * 2**30 / page_bytes)
+        if granted < least:
+            needs = (
+                "deterministic mode needs all slots at full length" if self.fixed_shape else "one sequence of full length needs"
+            )
+            raise ConfigError(
+                f"cache_gb={cache_gb} holds {granted * self.page_tokens} tokens, but {needs}: "
+                f"{least * self.page_tokens} tokens or {least * page_bytes / 2**30:.4f} GB. Raise it, or lower slots or context."
+            )
+        return min(granted, per_slot * self.slots)
 
     def _run(self) -> None:
-        reason = "the engine was closed"
         try:
-            while self._collect():
-                try:
-                    with torch.inference_mode():
-                        self._admit()
-                        self._decode()
-                except Exception as error:
-                    self._fail_all(error)
+            with CORES.work():
+                while self._collect():
+                    try:
+                        CORES.adjust()
+                        if self._kept is None:
+                            continue
+                        self._packs.refresh()
+                        with torch.inference_mode():
+                            self._admit()
+                            self._prefill()
+                            self._decode()
+                    except Exception as error:
+                        self._fail_all(error)
         except BaseException as error:  # the thread dies, and the requests carry the reason to whoever waits
-            reason = f"the engine died of {type(error).__name__}: {error}"
-        finally:
-            with self._wake:
-                self._closed = True
-                self._waiting.extend(self._inbox)
-                self._inbox.clear()
-                switch, self._switch = self._switch, None
-            if switch is not None:
-                switch[3].set()
-            self._fail_all(EngineLost(reason))
+            self._lose_all(f"the engine died of {type(error).__name__}: {error}")
+        else:
+            if self._closed:
+                self._lose_all("the engine was closed")
 
-    def _collect(self) -> bool:
-        """Wait for work; take in new requests, aborts and new weights. False when closed."""
+    def _lose_all(self, reason: str) -> None:
         with self._wake:
-            while not (self._inbox or self._waiting or self._live() or self._closed or self._switch):
-                self._wake.wait()
+            self._closed = True
             self._waiting.extend(self._inbox)
             self._inbox.clear()
+        for _, done in self._changes:
+            done.set_exception(EngineLost(reason))
+        self._fail_all(EngineLost(reason))
+
+    def _collect(self) -> bool:
+        """Take in new requests, aborts and new weights. False when there is nothing to do, or the engine is closed."""
+        with self._wake:
+            if not self._busy():
+                with CORES.rest():
+                    more = self._wake.wait_for(self._busy, LINGER)
+                if not more:
+                    self._thread = None
+                    return False
+            for row in self._inbox:
+                row.arrival = next(self._arrivals)
+            self._waiting.extend(self._inbox)
+            self._inbox.clear()
+            renamed, self._renamed = self._renamed, False
             aborts, self._aborts = self._aborts, set()
             interrupted, self._interrupted = self._interrupted, False
-            switch, self._switch = self._switch, None
         if interrupted:
             aborts = {row.request.id for row in (*self._waiting, *self._rows) if row is not None}
         if aborts:
             self._abort_rows(aborts)
-        if switch is not None:
-            self._apply(*switch)
+        if renamed:
+            self._forget()
+        while self._changes and not self._closed:
+            work, done = self._changes.popleft()
+            try:
+                work()
+            except BaseException as error:
+                done.set_exception(EngineLost(f"the engine could not change its state: {type(error).__name__}: {error}"))
+                raise
+            done.set_result(None)
         return not self._closed
 
-    def _apply(self, version: Version, weights: Mapping[str, Tensor], recompute: bool, applied: threading.Event) -> None:
+    def _apply(self, version: Version, weights: Mapping[str, Tensor], recompute: bool) -> None:
         """New weights, between two tokens."""
-        try:
-            own = dict(self.model.module.named_parameters())
-            with torch.no_grad():
-                for name, value in weights.items():
-                    own[name].copy_(value)
-            self.version = version
-            if recompute:
-                with torch.inference_mode():
-                    self._recompute()
-        finally:
-            applied.set()
+        own = dict(self.model.module.named_parameters())
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+        self.version = version
+        self._forget()
+        for row in self._rows if recompute else ():
+            if row is not None:  # its keys and values are made anew in the next step
+                self._pages.release(row.chain)
+                row.chain = Chain(row.chain.slot)
 
-    def _recompute(self) -> None:
-        """Compute the keys and values of all live rows anew; their last token has none yet."""
-        for slot, row in enumerate(self._rows):
-            if row is not None:
-                tokens = [*row.request.tokens, *row.completion.tokens][:-1]
-                layout = Prefill(self._cache, [slot], torch.tensor([len(tokens)], device=self.device))
-                self._forward(torch.tensor(tokens, device=self.device), layout.position, layout, torch.tensor([0]))
+    def _fall_asleep(self) -> None:
+        self._abort_rows({row.request.id for row in (*self._waiting, *self._rows) if row is not None})
+        self._kept = None
+        self._packs.release()
+
+    def _wake_up(self) -> None:
+        if self._kept is None:
+            self._kept, self._pages = self._new_cache(), self._new_pages()
+
+    def _forget(self) -> None:
+        """The weights are others: what was computed or laid out with the old ones may not be used any more."""
+        self._pages.forget()
+        self._packs.release()
+
+    def _busy(self) -> bool:
+        """While it sleeps, requests that come late wait; they can only be aborted."""
+        if self._inbox or self._changes or self._closed:
+            return True
+        if self._kept is None:
+            return bool(self._waiting and (self._aborts or self._interrupted))
+        return bool(self._waiting) or self._live()
 
     def _live(self) -> bool:
         return any(row is not None for row in self._rows)
@@ -208,6 +338,7 @@ class NativeEngine:
         rows = [row for row in (*self._waiting, *self._rows) if row is not None]
         self._waiting.clear()
         self._rows.clear()
+        self._pages = self._new_pages()  # they may promise what was never computed
         for row in rows:
             _deliver(row.future, error)
 
@@ -216,22 +347,29 @@ class NativeEngine:
         return free + list(range(len(self._rows), self.slots))
 
     def _admit(self) -> None:
-        """Prefill waiting requests while slots are free, those with equal prompts together."""
-        by_prompt: dict[tuple[int, ...], list[tuple[int, _Row]]] = {}
+        """Seat waiting requests while slots are free."""
+        if self.fixed_shape:
+            self._rows += [None] * (self.slots - len(self._rows))
+        else:
+            self._rows = [row for row in self._rows if row is not None]
         for slot, row in self._seats():
             while len(self._rows) <= slot:
                 self._rows.append(None)
             self._rows[slot] = row
-            by_prompt.setdefault(row.request.tokens, []).append((slot, row))
-        for prompts in self._prefill_batches(list(by_prompt)):
-            self._prefill({tokens: by_prompt[tokens] for tokens in prompts})
+            row.seated, row.chain = True, Chain(slot)
 
     def _seats(self) -> list[tuple[int, _Row]]:
         """Which waiting request goes to which free slot; takes them off the queue."""
-        free = self._free_slots()
+        free, seated = self._free_slots(), []
         if not self.fixed_shape:
-            return [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
-        open_slots, seated = set(free), []
+            room = self._pages.available()
+            for slot in free[: len(self._waiting)]:
+                room -= self._waiting[0].length // self._pages.size + 1
+                if room < 0 and (seated or self._live()):
+                    break
+                seated.append((slot, self._waiting.popleft()))
+            return seated
+        open_slots = set(free)
         for row in self._waiting:
             slot = row.request.place % self.slots
             if slot in open_slots:
@@ -241,51 +379,102 @@ class NativeEngine:
         self._waiting = deque(row for row in self._waiting if id(row) not in gone)
         return seated
 
-    def _prefill_batches(self, prompts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-        if self.fixed_shape:
-            return [[p] for p in prompts]
-        batches: list[list[tuple[int, ...]]] = []
-        used = PREFILL_TOKENS
-        for prompt in prompts:
-            if used + len(prompt) > PREFILL_TOKENS:
-                batches.append([])
-                used = 0
-            batches[-1].append(prompt)
-            used += len(prompt)
-        return batches
+    def _oldest_first(self) -> list[_Row]:
+        return sorted((row for row in self._rows if row is not None), key=lambda row: row.arrival)
 
-    def _prefill(self, prompts: dict[tuple[int, ...], list[tuple[int, _Row]]]) -> None:
-        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        layout = Prefill(self._cache, [members[0][0] for members in prompts.values()], lengths)
-        tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
-        last = torch.cumsum(lengths, 0) - 1
-        logits = self._forward(tokens, layout.position, layout, last)
-        for (prompt, members), row_logits in zip(prompts.items(), logits, strict=True):
-            source, *others = [slot for slot, _ in members]
-            if others:
-                self._cache.copy(source, others, len(prompt))
-            self._append([row for _, row in members], row_logits.expand(len(members), -1))
+    def _extend(self, row: _Row, tokens: list[int]) -> tuple[list[int], list[int]] | None:
+        """Places for a row's next tokens. Without room the youngest rows make way, but never an older one."""
+        while (places := self._pages.extend(row.chain, tokens)) is None:
+            youngest = self._oldest_first()[-1]
+            if youngest is row:
+                return None
+            self._pages.release(youngest.chain)
+            youngest.seated, youngest.chain = False, Chain()
+            self._rows = [None if each is youngest else each for each in self._rows]
+            self._waiting.appendleft(youngest)
+            self.preempted += 1
+        return places
+
+    def _prefill(self) -> None:
+        """Compute rows that lack more than their last token: a bounded number of tokens, equal sequences once."""
+        budget = sys.maxsize if self.fixed_shape else PREFILL_TOKENS
+        leaders: dict[tuple[int, ...], _Row] = {}
+        followers: dict[int, list[_Row]] = {}
+        chunks: list[_Chunk] = []
+        for row in self._oldest_first():
+            if row.pending == 1 or not row.seated:
+                continue
+            tokens = row.tokens()
+            if (leader := leaders.setdefault(tuple(tokens), row)) is not row and row.chain.length == 0:
+                followers.setdefault(leader.arrival, []).append(row)
+                continue
+            if budget > 0 and row.chain.length == 0:
+                row.chain = self._pages.match(tokens, row.chain.slot)
+            start, count = row.chain.length, min(row.pending, budget)
+            if row.pending == 1 or count == 0 or (places := self._extend(row, tokens[start : start + count])) is None:
+                continue
+            budget -= count
+            chunks.append(_Chunk(row, start, tokens[start : start + count], places))
+        for batch in [[c] for c in chunks] if self.fixed_shape else [chunks] if chunks else []:
+            self._compute(batch, followers)
+
+    def _compute(self, chunks: list[_Chunk], followers: dict[int, list[_Row]]) -> None:
+        """One pass over chunks of several sequences; those that are now complete get a token, and so do their equals."""
+        chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
+        layout = Prefill(
+            self._cache,
+            self._places([p for c in chunks for p in c.places[0]], [o for c in chunks for o in c.places[1]]),
+            [len(c.tokens) for c in chunks if c.start == 0],
+            [(len(c.tokens), self._places(*c.row.chain.places())) for c in chunks if c.start > 0],
+        )
+        tokens = torch.tensor([t for c in chunks for t in c.tokens], device=self.device)
+        positions = torch.cat([torch.arange(c.start, c.start + len(c.tokens), device=self.device) for c in chunks])
+        last = torch.tensor([len(c.tokens) for c in chunks], device=self.device).cumsum(0) - 1
+        logits = self._forward(tokens, positions, layout, last)
+        rows, source = [], []
+        for i, chunk in enumerate(chunks):
+            if chunk.row.pending == 0:
+                equals = [row for row in followers.get(chunk.row.arrival, ()) if row.seated]
+                for row in equals:
+                    self._follow(chunk.row, row)
+                rows += [chunk.row, *equals]
+                source += [i] * (1 + len(equals))
+        if rows:
+            self._append(rows, logits[source])
+
+    def _follow(self, leader: _Row, row: _Row) -> None:
+        """Give a row what was computed for its equal."""
+        if not self.fixed_shape:
+            row.chain = self._pages.share(leader.chain, row.chain.slot)
+            return
+        places = self._pages.extend(row.chain, row.tokens())
+        assert places is not None
+        self._cache.copy(self._places(*leader.chain.places()), self._places(*places))
+
+    def _places(self, pages: list[int], offsets: list[int]) -> Places:
+        return Places(pages, offsets, self.device)
 
     def _decode(self) -> None:
-        """One token for every live row."""
-        self._compact()
-        rows = [row for row in self._rows if row is not None]
+        """One token for every row that lacks only its last."""
+        ready: dict[int, tuple[int, int]] = {}
+        for row in self._oldest_first():
+            if row.pending == 1 and row.seated and (places := self._extend(row, [row.last_token])) is not None:
+                ready[row.arrival] = (places[0][0], places[1][0])
+        rows = [row for row in self._rows if row is not None and row.arrival in ready]
         if not rows:
             return
-        shape = self.slots if self.fixed_shape else len(self._rows)
-        tokens = np.zeros(shape, dtype=np.int64)
-        positions = np.zeros(shape, dtype=np.int64)
-        for i, row in enumerate(self._rows):
-            if row is not None:
-                tokens[i] = row.completion.tokens[-1]
-                positions[i] = row.length - 1
-        width = int(positions.max()) + 1
-        width = self.context if self.fixed_shape else min(self.context, -(-width // WIDTH_STEP) * WIDTH_STEP)
-        at = torch.from_numpy(positions).to(self.device)
-        layout = Decode(self._cache, at, width)
-        logits = self._forward(torch.from_numpy(tokens).to(self.device), at, layout, None)
-        live = [i for i, row in enumerate(self._rows) if row is not None]
-        self._append(rows, logits[live])
+        seats: Sequence[_Row | None] = self._rows if self.fixed_shape else rows
+        live = [i for i, row in enumerate(seats) if row is not None]
+        tokens, positions = np.zeros(len(seats), np.int64), np.zeros(len(seats), np.int64)
+        unused = self._pages.per_slot if isinstance(self._pages, FixedPages) else 0
+        at = [(i * unused, 0) for i in range(len(seats))]
+        for i, row in zip(live, rows, strict=True):
+            tokens[i], positions[i], at[i] = row.last_token, row.length - 1, ready[row.arrival]
+        reads = _reads(live, [row.chain for row in rows])
+        where = torch.from_numpy(positions).to(self.device)
+        layout = Decode(self._cache, self._places(*map(list, zip(*at, strict=True))), where, reads, whole=self.fixed_shape)
+        logits = self._forward(torch.from_numpy(tokens).to(self.device), where, layout, None)
+        self._append(rows, logits if len(live) == len(seats) else logits[live])
 
     def _forward(self, tokens: Tensor, positions: Tensor, layout: Prefill | Decode, keep: Tensor | None) -> Tensor:
         kept: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
@@ -299,13 +488,14 @@ class NativeEngine:
         positions = np.array([row.length for row in rows], dtype=np.uint64)
         temperature = torch.tensor([s.temperature for s in sampling], device=self.device)
         uniform = torch.from_numpy(keyed_uniform(seeds, positions)).to(self.device)
-        top: tuple[Tensor, ...] = ()
-        if any(s.top_p < 1 or s.top_k for s in sampling):
-            top = (
+        restriction = None
+        if any(s.top_p < 1 or s.top_k or s.min_p for s in sampling):
+            restriction = Restriction(
                 torch.tensor([s.top_p for s in sampling], device=self.device),
                 torch.tensor([s.top_k for s in sampling], device=self.device),
+                torch.tensor([s.min_p for s in sampling], device=self.device),
             )
-        tokens, logprobs = choose(logits, temperature, uniform, *top)
+        tokens, logprobs = choose(logits, temperature, uniform, restriction)
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.completion.tokens.append(token)
             row.completion.logprobs.append(logprob)
@@ -337,22 +527,17 @@ class NativeEngine:
         gone = {id(row) for row in ended}
         self._rows = [None if row is not None and id(row) in gone else row for row in self._rows]
         for row in ended:
+            self._pages.release(row.chain)
             _deliver(row.future, row.completion)
 
-    def _compact(self) -> None:
-        """Close the gaps that ended rows left by moving the last rows into them."""
-        if self.fixed_shape:
-            return
-        while self._rows and self._rows[-1] is None:
-            self._rows.pop()
-        for slot in range(len(self._rows)):
-            if slot < len(self._rows) and self._rows[slot] is None:
-                row = self._rows.pop()
-                assert row is not None
-                self._rows[slot] = row
-                self._cache.copy(len(self._rows), [slot], row.length - 1)
-                while self._rows and self._rows[-1] is None:
-                    self._rows.pop()
+
+def _reads(seats: list[int], chains: list[Chain]) -> Reads:
+    def flat(parts: Iterable[list[int]]) -> NDArray[np.int64]:
+        return np.fromiter(itertools.chain.from_iterable(parts), np.int64)
+
+    rows = np.repeat(np.array(seats, np.int64), [len(chain.ids) for chain in chains])
+    ids, counts, starts = (flat(getattr(chain, name) for chain in chains) for name in ("ids", "counts", "starts"))
+    return Reads(ids, rows, counts, starts)
 
 
 def _deliver(future: asyncio.Future[Completion], outcome: Completion | Exception) -> None:

@@ -1,15 +1,21 @@
 """Choosing the next token of many rows at once, with random numbers keyed by sample and position.
 
 One uniform number per token is hashed from (seed, position) and looked up in the row's cumulative distribution:
-the draw of a sample does not depend on its neighbours, and nothing is drawn per vocabulary entry.
+the draw of a sample does not depend on its neighbours, and nothing is drawn per vocabulary entry. The vocabulary is
+summed in blocks and only the block that is hit is looked at closely; the same sums give the log-prob.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+BLOCK = 256
+RANKED = 1024
 
 
 def keyed_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -23,31 +29,74 @@ def keyed_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> N
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """What may be drawn, per row: the smallest set whose mass reaches `top_p`, of it the `top_k` likeliest (0: all),
+    of them those at least `min_p` times as likely as the likeliest. Entries as likely as the last one kept stay."""
+
+    top_p: Tensor
+    top_k: Tensor
+    min_p: Tensor
+
+
 def choose(
-    logits: Tensor, temperature: Tensor, uniform: Tensor, top_p: Tensor | None = None, top_k: Tensor | None = None
+    logits: Tensor, temperature: Tensor, uniform: Tensor, restriction: Restriction | None = None
 ) -> tuple[Tensor, Tensor]:
     """Tokens [rows] and their log-probs [rows] from logits [rows, vocabulary].
 
-    A temperature of 0 is greedy, with the log-prob of the undisturbed distribution. `top_p` and `top_k` restrict
-    what may be drawn (evaluation only); the log-prob stays that of the unrestricted distribution.
+    A temperature of 0 is greedy, with the log-prob of the undisturbed distribution. A restriction (evaluation only)
+    limits what may be drawn; the log-prob stays that of the unrestricted distribution.
     """
+    rows, vocabulary = logits.shape
     greedy = temperature == 0
-    scale = torch.where(greedy, 1.0, temperature)[:, None]
-    logprobs = torch.log_softmax(logits.float() / scale, dim=-1)
-    probs = logprobs.exp()
-    if top_p is not None and top_k is not None:
-        probs = _restrict(probs, top_p, top_k)
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    target = uniform.to(torch.float64)[:, None] * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
-    tokens = torch.where(greedy, logprobs.argmax(dim=-1), drawn)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    scaled = logits.float()
+    if not bool(((temperature == 1) | greedy).all()):
+        scaled = scaled / torch.where(greedy, 1.0, temperature)[:, None]
+    peak = scaled.amax(dim=-1, keepdim=True)
+    odds = scaled.new_zeros(rows, -(-vocabulary // BLOCK) * BLOCK)
+    torch.sub(scaled, peak, out=odds[:, :vocabulary])
+    odds[:, :vocabulary].exp_()
+    blocks = odds.view(rows, -1, BLOCK)
+    masses = blocks.sum(dim=-1)
+    total = masses.sum(dim=-1, dtype=torch.float64)
+    if restriction is not None:
+        odds[:, :vocabulary] = _restrict(odds[:, :vocabulary], restriction)
+        masses = blocks.sum(dim=-1)
+    block, within = _lookup(masses, uniform.to(torch.float64))
+    inside, _ = _lookup(blocks[torch.arange(rows, device=logits.device), block], within)
+    tokens = block * BLOCK + inside
+    if bool(greedy.any()):
+        tokens[greedy] = scaled[greedy].argmax(dim=-1)
+    chosen = scaled.gather(1, tokens[:, None]) - peak
+    return tokens, chosen[:, 0] - total.log().float()
 
 
-def _restrict(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Zero all but the k likeliest entries (k = 0: all) and the smallest set whose mass reaches p."""
-    ranked, order = probs.sort(dim=-1, descending=True)
-    before = ranked.cumsum(-1) - ranked
-    rank = torch.arange(probs.shape[-1], device=probs.device)
-    keep = (before < top_p[:, None]) & ((top_k[:, None] == 0) | (rank < top_k[:, None]))
-    return torch.zeros_like(probs).scatter(1, order, ranked * keep)
+def _lookup(masses: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a fraction of the summed masses falls, and which fraction of that mass lies below it."""
+    cumulative = masses.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    target = torch.minimum(fraction * total, torch.nextafter(total, torch.zeros_like(total)))[:, None]
+    index = torch.searchsorted(cumulative, target, right=True)
+    mass = masses.gather(1, index).to(torch.float64)
+    below = cumulative.gather(1, index) - mass
+    return index[:, 0], ((target - below) / mass).clamp(0.0, 1.0)[:, 0]
+
+
+def _restrict(odds: Tensor, limit: Restriction) -> Tensor:
+    """Zero what may not be drawn; `odds` are relative to the likeliest entry, which has 1."""
+    vocabulary = odds.shape[-1]
+    mass = limit.top_p.to(torch.float64)[:, None] * odds.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    unlimited = (limit.top_k == 0) & (limit.top_p >= 1)
+    count = min(vocabulary, max(RANKED, int(limit.top_k.max())))
+    while True:
+        ranked = odds.topk(count, dim=-1).values
+        before = ranked.cumsum(-1, dtype=torch.float64) - ranked
+        rank = torch.arange(count, device=odds.device)
+        keep = (before < mass) & ((limit.top_k[:, None] == 0) | (rank < limit.top_k[:, None]))
+        kept = keep.sum(dim=-1)
+        if count == vocabulary or bool((unlimited | (kept < count) | (limit.top_k == count)).all()):
+            break
+        count = vocabulary
+    lowest = ranked.gather(1, (kept - 1).clamp_min(0)[:, None])
+    lowest = torch.where(unlimited[:, None], 0.0, lowest)
+    return torch.where(odds >= torch.maximum(lowest, limit.min_p[:, None]), odds, 0.0)

@@ -18,7 +18,9 @@ import asyncio
 import dataclasses
 import json
 import os
+import select
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -47,7 +49,7 @@ class VllmEngine:
     enable_expert_parallel, enable_prefix_caching, enable_lora, max_lora_rank, dtype, gpu_memory_utilization, ...) and
     win over the defaults; `max_num_seqs` and `max_model_len` over `slots` and `context`.
 
-    With `top_p` or `top_k` log-probs are of the restricted distribution. On a CPU keys and values have 1 GiB
+    With `top_p`, `top_k` or `min_p` log-probs are of the restricted distribution. On a CPU keys and values have 1 GiB
     unless `kv_cache_memory_bytes` says otherwise.
     """
 
@@ -170,6 +172,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM.from_engine_args(arguments)
+        await self._llm.collective_rpc("leave_with", args=(os.getpid(),))
         await self._llm.get_supported_tasks()  # asked once, so that a request is registered without waiting
         await self._llm.update_weight_version(str(self.version))
         if arguments.enable_lora:  # one that changes nothing, so that requests running at the first switch have one too
@@ -208,6 +211,7 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_tokens,
             seed=sample_seed(request.seed, "vllm", len(request.tokens), 0),
             stop=list(sampling.stop),
@@ -267,6 +271,21 @@ class WeightReceiver:
             for layer in self.model_runner.get_model().modules():
                 if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
                     layer.quant_method.process_weights_after_loading(layer)
+
+    def leave_with(self, owner: int) -> None:
+        """End this process, and vLLM's core above it, when the owner's is gone: one that is killed cannot say goodbye."""
+        above = os.getppid()
+
+        def wait() -> None:
+            gone = select.poll()
+            gone.register(os.pidfd_open(owner), select.POLLIN)
+            gone.poll()
+            if above != owner:
+                os.kill(above, signal.SIGKILL)
+            os._exit(1)
+
+        if hasattr(os, "pidfd_open"):  # Linux
+            threading.Thread(target=wait, name="leave-with-owner", daemon=True).start()
 
     def adaptable_layer(self) -> tuple[str, int, int]:
         """Name and sizes, in and out, of a layer that an adapter may be put on."""

@@ -21,10 +21,8 @@ from drumroll.envs.host import find
 from drumroll.envs.places import Place, Places
 from drumroll.rewards import Pool
 from drumroll.rollout.lifecycle import SampleFailed
-from drumroll.sample import Failure, Owner, Sample, Scene, StopReason, Trace, Turn, episode_seed
+from drumroll.sample import ENVIRONMENT, Failure, Owner, Sample, Scene, StopReason, Trace, Turn, episode_seed
 
-ENVIRONMENT = "environment"
-"""The environment's share among a sample's rewards."""
 T = TypeVar("T")
 
 

@@ -54,10 +54,6 @@ class Learner(Protocol):
         """End a running update before its next micro-batch; callable from any thread."""
         ...
 
-    def updates(self) -> int | None:
-        """How many updates the weights have seen; None in the middle of one."""
-        ...
-
     def save(self, folder: Path) -> None:
         """Write everything that `load` needs."""
         ...

@@ -11,7 +11,7 @@ from drumroll.algorithms.losses import ValueLoss, ValueTokens
 from drumroll.batch import Batch
 from drumroll.learners import Update
 from drumroll.learners.torch import TorchLearner
-from drumroll.models.attention import Packed
+from drumroll.models.paths import Paths
 
 
 class TorchCritic(TorchLearner):
@@ -25,9 +25,9 @@ class TorchCritic(TorchLearner):
 
     def _values(self, micro: Batch) -> Tensor:
         """[trained tokens] what is expected before each is written."""
-        layout = Packed(micro.lengths.to(self.device))
-        values = self.model.module(micro.tokens.to(self.device), layout)
-        return values[micro.mask.nonzero()[:, 0].to(self.device) - 1]
+        tree = micro.tree()
+        values = self.model.module(tree.tokens.to(self.device), Paths(tree.paths, self.device))
+        return values.index_select(0, tree.node_of[micro.mask.nonzero()[:, 0] - 1].to(self.device))
 
     @override
     def _loss(self, micro: Batch, work: Update) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,7 +1,8 @@
 """The plain PyTorch learner: a device a rank, CPU or CUDA by the same code; ranks are data-parallel.
 
-It does only needed work: packed tokens without padding, logits only where a token is trained, micro-batches by a
-token budget. The result does not depend on how a batch is cut, because every token carries its share of the loss.
+It does only needed work: packed tokens without padding, the prompt that samples share once, logits only where a token
+is trained and in chunks, micro-batches by a token budget. The result does not depend on how a batch is cut, because
+every token carries its share of the loss.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from drumroll.learners import Metrics, Update
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.totals import Totals
 from drumroll.models.adapters import save_model, without_adapters
-from drumroll.models.attention import Packed
+from drumroll.models.head import Head
 from drumroll.models.loading import LoadedModel
+from drumroll.models.paths import Paths
 
 STATE = "learner.json"
 MASTER = "master.safetensors"
@@ -35,7 +37,8 @@ MOMENTS = "optimizer.safetensors"
 class TorchLearner:
     """Implements `Learner`. Working weights may be bfloat16; the optimizer always works in float32.
 
-    Without `config` it is frozen: it has no optimizer and only computes log-probs.
+    Without `config` it is frozen: it has no optimizer and only computes log-probs. Dropout stays off in updates too:
+    the log-probs trained on must be those of the policy that sampled.
     """
 
     area = "train"  # of its metrics
@@ -49,6 +52,7 @@ class TorchLearner:
         self._stop = threading.Event()
         self._partial = False
         self.device = next(model.module.parameters()).device
+        model.module.eval()
         if config is None:
             model.module.requires_grad_(False)
             return
@@ -85,22 +89,15 @@ class TorchLearner:
 
     def _forward(self, micro: Batch, temperature: float, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies at the trained tokens of a micro-batch."""
-        tokens = micro.tokens.to(self.device)
-        trained = micro.mask.nonzero()[:, 0].to(self.device)
-        layout = Packed(micro.lengths.to(self.device))
-        out = self.model.module(
-            input_ids=tokens[None],
-            position_ids=layout.positions(),
-            use_cache=False,
-            layout=layout,
-            logits_to_keep=trained - 1,
+        tree = micro.tree()
+        layout = Paths(tree.paths, self.device)
+        module = self.model.module
+        out = module.base_model(
+            input_ids=tree.tokens.to(self.device)[None], position_ids=layout.positions(), use_cache=False, layout=layout
         )
-        logits = out.logits[0]
-        distribution = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
-        chosen = distribution.gather(1, tokens[trained, None])[:, 0]
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = -(distribution.exp() * distribution).sum(-1)
-        return chosen, entropy
+        before = tree.node_of[micro.mask.nonzero()[:, 0] - 1].to(self.device)
+        hidden, chosen = out.last_hidden_state[0].index_select(0, before), micro.tokens[micro.mask].to(self.device)
+        return Head(module, type(out))(hidden, chosen, temperature, entropy_gradient=entropy_gradient)
 
     # --- the update ---
 
@@ -120,9 +117,6 @@ class TorchLearner:
     def interrupt(self) -> None:
         self._stop.set()
 
-    def updates(self) -> int | None:
-        return None if self._partial else self.step
-
     def _share(self, batch: Batch) -> Batch:
         return batch if self.ranks.count == 1 else batch.select(batch.shares(self.ranks.count)[self.ranks.rank])
 
@@ -137,7 +131,7 @@ class TorchLearner:
     def _minibatch(self, mini: Batch, work: Update, totals: Totals) -> None:
         """One optimizer step. Shares are those of the whole minibatch, so that the gradients of ranks simply add up."""
         mini = self._share(mini.with_(weights=work.aggregate(mini)))
-        self.model.module.train()
+        self._recomputing(True)
         failure: BaseException | None = None
         try:
             needed = _needed(mini) if getattr(work.loss, "skips_zero_advantage", False) else mini
@@ -148,11 +142,17 @@ class TorchLearner:
         except BaseException as error:
             failure = error
         finally:
-            self.model.module.eval()
+            self._recomputing(False)
         if self.ranks.any(failure is not None):  # all ranks step, or none
             self.model.module.zero_grad(set_to_none=True)
             raise failure or Interrupted("another rank stopped in this update")
         self._optimizer_step(totals)
+
+    def _recomputing(self, on: bool) -> None:
+        """Layers that recompute activations do so in training mode only; all others, dropout among them, never leave eval."""
+        for layer in self.model.module.modules():
+            if getattr(layer, "gradient_checkpointing", False):
+                layer.training = on
 
     def _backward(self, micro: Batch, work: Update, totals: Totals) -> None:
         if not micro.mask.any():
@@ -178,6 +178,7 @@ class TorchLearner:
             behaviour=micro.behaviour[micro.mask].to(self.device),
             advantages=torch.zeros_like(logprobs) if advantages is None else advantages,
             reference=self._trained(micro, micro.reference),
+            teacher=self._trained(micro, micro.teacher),
             sequence=micro.trace_of_token()[micro.mask].to(self.device),
             rewards=micro.rewards[micro.sample_of_token()][micro.mask].to(self.device),
         )

@@ -15,7 +15,10 @@ SPREAD = frozenset({"ratio", "behaviour_ratio"})
 
 
 def merge(reports: Sequence[Metrics]) -> Metrics:
-    """The metrics of a data-parallel update from those of its ranks: losses add up, means are weighted by tokens."""
+    """The metrics of a data-parallel update from those of its ranks: losses add up, means are weighted by tokens.
+
+    Learning rate and gradient norm are of the optimizer's steps, which all ranks take together.
+    """
     if len(reports) == 1:
         return reports[0]
     merged: Metrics = {}
@@ -26,6 +29,8 @@ def merge(reports: Sequence[Metrics]) -> Metrics:
             merged[name] = sum(value for value, _ in found)
         elif last == "mismatch" or last.endswith("_max"):
             merged[name] = max(value for value, _ in found)
+        elif last in ("lr", "grad_norm"):
+            merged[name] = found[0][0]
         else:
             merged[name] = sum(v * n for v, n in found) / max(1.0, sum(n for _, n in found))
     return merged

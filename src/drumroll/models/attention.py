@@ -7,13 +7,18 @@ function registered with transformers under `NAME` only unpacks the heads and ha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 NAME = "drumroll"
+HIDDEN = -1e30  # a score that weighs nothing, yet is finite: a page may be hidden wholly by a window
+IN_PLACE = 0.7  # pages are read where they lie when at least this share of those between them is wanted
 
 
 class Layout(Protocol):
@@ -95,65 +100,239 @@ def band_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of `slots` rows of at most `context` tokens, for every layer."""
+    """Keys and values of every layer in pages of `size` tokens, [pages, kv heads, size, dim]."""
 
-    def __init__(self, shapes: list[tuple[int, int]], slots: int, context: int, dtype: torch.dtype, device: Any) -> None:
+    def __init__(self, shapes: list[tuple[int, int]], pages: int, size: int, dtype: torch.dtype, device: Any) -> None:
         def make(heads: int, dim: int) -> Tensor:
-            return torch.zeros(slots, heads, context, dim, dtype=dtype, device=device)
+            return torch.zeros(pages, heads, size, dim, dtype=dtype, device=device)
 
+        self.size = size
         self.keys = [make(*shape) for shape in shapes]
         self.values = [make(*shape) for shape in shapes]
+        self._scratch: dict[int, Tensor] = {}
 
-    def copy(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the first `length` tokens of one slot to others: group members share their prompt's prefill."""
+    def write(self, layer: int, at: Places, k: Tensor, v: Tensor) -> None:
+        """Put [tokens, kv heads, dim] at their places."""
+        self.keys[layer][at.pages, :, at.offsets] = k
+        self.values[layer][at.pages, :, at.offsets] = v
+
+    def copy(self, source: Places, target: Places) -> None:
+        """Copy tokens from places to other places, in all layers."""
         for store in (*self.keys, *self.values):
-            store[targets, :, :length] = store[source, :, :length]
+            store[target.pages, :, target.offsets] = store[source.pages, :, source.offsets]
+
+    def gather(self, store: Tensor, pages: Tensor, buffer: int) -> Tensor:
+        """The pages one after another, in memory kept for the purpose: fresh memory costs more than the copy."""
+        held = self._scratch.get(buffer)
+        if held is None or len(held) < len(pages) or held.shape[1:] != store.shape[1:]:
+            held = self._scratch[buffer] = store.new_empty(len(pages) + len(pages) // 4, *store.shape[1:])
+        return torch.index_select(store, 0, pages, out=held[: len(pages)])
 
     def nbytes(self) -> int:
         """Memory held by the cache."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
 
-class Prefill:
-    """A whole prompt per slot: attends as `Packed` does, and remembers its keys and values in the cache."""
+class Places:
+    """Where tokens lie in a cache: a page and an offset in it for each."""
 
-    def __init__(self, cache: KVCache, slots: list[int], lengths: Tensor) -> None:
+    def __init__(self, pages: list[int], offsets: list[int], device: Any) -> None:
+        self.pages = torch.tensor(pages, device=device)
+        self.offsets = torch.tensor(offsets, device=device)
+
+
+class Prefill:
+    """The next tokens of some sequences, laid end to end, remembered in the cache.
+
+    The first ones, of `fresh` lengths, begin their sequences and attend as `Packed` does. Each of the others attends
+    to all of its sequence, whose `places` include the new tokens.
+    """
+
+    def __init__(self, cache: KVCache, at: Places, fresh: list[int], going_on: list[tuple[int, Places]]) -> None:
         self.cache = cache
-        self.packed = Packed(lengths)
-        self.slot = torch.repeat_interleave(torch.tensor(slots, device=lengths.device), lengths)
-        self.position = self.packed.positions()[0]
+        self.at = at
+        self.packed = Packed(torch.tensor(fresh, device=at.pages.device)) if fresh else None
+        self.fresh = sum(fresh)
+        self.going_on = going_on
+        self.masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def _mask(self, index: int, window: int | None) -> Tensor:
+        if (index, window) not in self.masks:
+            new, places = self.going_on[index]
+            positions = torch.arange(len(places.pages), device=places.pages.device)
+            self.masks[index, window] = band_mask(positions[-new:], positions, window)
+        return self.masks[index, window]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        self.cache.keys[layer][self.slot, :, self.position] = k
-        self.cache.values[layer][self.slot, :, self.position] = v
-        return self.packed.attend(layer, q, k, v, scale, window)
+        self.cache.write(layer, self.at, k, v)
+        n = self.fresh
+        out = [self.packed.attend(layer, q[:n], k[:n], v[:n], scale, window)] if self.packed else []
+        for index, (new, places) in enumerate(self.going_on):
+            keys, values = (
+                _repeat_heads(store[places.pages, :, places.offsets].transpose(0, 1)[None], q.shape[1])
+                for store in (self.cache.keys[layer], self.cache.values[layer])
+            )
+            queries = q[n : n + new].transpose(0, 1)[None]
+            mask = self._mask(index, window)
+            seen = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+            out.append(seen[0].transpose(0, 1))
+            n += new
+        return torch.cat(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Which row reads which page: parallel arrays with the tokens it reads and the position of the first of them."""
+
+    pages: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+
+class _Part:
+    """Pages read together, up to `width` tokens of each: page i by `rows[i]`, where the row `nobody` fills up."""
+
+    def __init__(
+        self, pages: Tensor | slice, rows: Tensor, counts: Tensor, starts: Tensor, nobody: int, width: int | None = None
+    ) -> None:
+        self.pages = pages
+        self.width = int(counts.max()) if width is None else width
+        self.rows = rows
+        self.ask = rows.clamp_max(nobody - 1)
+        self.counts = counts
+        self.starts = starts
+
+    def mask(self, positions: Tensor, queries: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[pages, 1, seats × queries, width]: to be added to the scores, nothing where a row may look."""
+        columns = torch.arange(self.width, device=positions.device)
+        hidden = columns >= self.counts[..., None]
+        if window is not None:
+            distance = (positions[self.ask] - self.starts[:, None])[..., None] - columns
+            hidden = hidden | (distance >= window)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(
+            hidden, max(HIDDEN, torch.finfo(dtype).min / 2)
+        )
+        return mask.repeat_interleave(queries, dim=1)[:, None]
 
 
 class Decode:
-    """One new token for each of the first `rows` slots, attending to what its slot holds.
+    """One new token for each row, attending to the pages it holds.
 
-    The heads that share a key head are laid out as queries of it, so grouped-query attention copies nothing.
+    Work goes by page, not by row: each page that a single row reads is read where it lies, and a page that several
+    rows share is read once for all of them. What a row gets from its pages, relative to its highest score, is added up.
+    The heads that share a key head are laid out as queries of it. With `whole` each row has pages of its own that
+    cover the cache in order, and shapes do not depend on what is in them.
     """
 
-    def __init__(self, cache: KVCache, positions: Tensor, width: int) -> None:
+    def __init__(self, cache: KVCache, at: Places, positions: Tensor, reads: Reads, *, whole: bool = False) -> None:
         self.cache = cache
+        self.at = at
         self.positions = positions
-        self.rows = torch.arange(len(positions), device=positions.device)
-        self.columns = torch.arange(width, device=positions.device)
-        self.masks: dict[int | None, Tensor] = {}
+        self.rows = len(positions)
+        self.masks: dict[tuple[int, int, int | None], Tensor] = {}
+        if whole:
+            self.parts = [self._alone(reads, slice(0, len(cache.keys[0])), cache.size)]
+        else:
+            self.parts = self._split(reads)
+        self.by_row, self.absent = self._by_row()
 
-    def _mask(self, window: int | None) -> Tensor:
-        if window not in self.masks:
-            self.masks[window] = band_mask(self.positions[:, None], self.columns, window)[:, None]
-        return self.masks[window]
+    def _split(self, reads: Reads) -> list[_Part]:
+        """Pages with about as many readers together: those with fewer would otherwise have empty seats."""
+        _, inverse, readers = np.unique(reads.pages, return_inverse=True, return_counts=True)
+        size = np.ceil(np.log2(readers)).astype(np.int64)[inverse]
+        parts = []
+        for own in np.unique(size):
+            some = Reads(*(x[size == own] for x in (reads.pages, reads.rows, reads.counts, reads.starts)))
+            if own:
+                parts.append(self._together(some))
+                continue
+            low, high = int(some.pages.min()), int(some.pages.max()) + 1
+            parts.append(self._alone(some, slice(low, high) if len(some.pages) > IN_PLACE * (high - low) else None))
+        return parts
+
+    def _tensors(self, *arrays: NDArray[np.int64]) -> list[Tensor]:
+        return [torch.from_numpy(x).to(self.positions.device) for x in arrays]
+
+    def _alone(self, reads: Reads, span: slice | None, width: int | None = None) -> _Part:
+        """Pages with one reader: those of a span of the cache as they lie, or gathered."""
+        if span is None:
+            pages, rows, counts, starts = self._tensors(reads.pages, reads.rows, reads.counts, reads.starts)
+            return _Part(pages, rows[:, None], counts[:, None], starts, self.rows)
+        count = span.stop - span.start
+        rows, counts, starts = np.full(count, self.rows), np.zeros(count, np.int64), np.zeros(count, np.int64)
+        place = reads.pages - span.start
+        rows[place], counts[place], starts[place] = reads.rows, reads.counts, reads.starts
+        found = self._tensors(rows, counts, starts)
+        return _Part(span, found[0][:, None], found[1][:, None], found[2], self.rows, width)
+
+    def _together(self, reads: Reads) -> _Part:
+        """Pages with several readers, each with a seat."""
+        order = np.argsort(reads.pages, kind="stable")
+        pages, first, readers = np.unique(reads.pages[order], return_index=True, return_counts=True)
+        seat = np.arange(len(order)) - np.repeat(first, readers)
+        page = np.repeat(np.arange(len(pages)), readers)
+        rows, counts = np.full((len(pages), readers.max()), self.rows), np.zeros((len(pages), readers.max()), np.int64)
+        rows[page, seat], counts[page, seat] = reads.rows[order], reads.counts[order]
+        found = self._tensors(pages, rows, counts, reads.starts[order][first])
+        return _Part(found[0], found[1], found[2], found[3], self.rows)
+
+    def _by_row(self) -> tuple[Tensor, Tensor]:
+        """Which reads are a row's, [rows, most reads of one], where any read fills up; and what to add to their heights so
+        that those which fill up weigh nothing, [rows, most reads, 1, 1]."""
+        back = torch.cat([part.rows.flatten() for part in self.parts]).cpu().numpy()
+        order = np.argsort(back, kind="stable")
+        counts = np.bincount(back, minlength=self.rows + 1)
+        first = np.minimum(counts.cumsum() - counts, len(back) - 1)[:-1]
+        columns = np.arange(max(1, counts[:-1].max()))
+        own = columns < counts[:-1, None]
+        reads, absent = self._tensors(order[first[:, None] + np.where(own, columns, 0)], np.where(own, 0, -1))
+        return reads, absent[..., None, None] * -HIDDEN
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.rows, :, self.positions] = k
-        values[self.rows, :, self.positions] = v
-        rows, width, kv_heads = len(self.rows), len(self.columns), keys.shape[1]
-        grouped = q.reshape(rows, kv_heads, -1, q.shape[-1])
-        out = F.scaled_dot_product_attention(
-            grouped, keys[:rows, :, :width], values[:rows, :, :width], attn_mask=self._mask(window), scale=scale
+        self.cache.write(layer, self.at, k, v)
+        queries = q.reshape(self.rows, k.shape[1], -1, q.shape[-1])
+        found = [self._read(layer, i, queries, scale, window) for i in range(len(self.parts))]
+        seen, heights = (
+            torch.cat([_by_reader(x, part) for x, part in zip(column, self.parts, strict=True)])
+            for column in zip(*found, strict=True)
         )
-        return out.reshape(q.shape)
+        if self.by_row.shape[1] == 1:
+            return seen[self.by_row[:, 0]].reshape(q.shape).to(q.dtype)
+        shares = (heights[self.by_row] + self.absent).softmax(dim=1)
+        return (seen[self.by_row] * shares[..., None]).sum(dim=1).reshape(q.shape).to(q.dtype)
+
+    def _pages(self, store: Tensor, part: _Part, buffer: int) -> Tensor:
+        return store[part.pages] if isinstance(part.pages, slice) else self.cache.gather(store, part.pages, buffer)
+
+    def _read(self, layer: int, index: int, queries: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+        """What the readers of a part's pages get from each, [pages, kv heads, seats × queries, dim], and the
+        logarithm of its weight."""
+        part, (_, kv_heads, shared, dim) = self.parts[index], queries.shape
+        if (index, shared, window) not in self.masks:
+            self.masks[index, shared, window] = part.mask(self.positions, shared, window, queries.dtype)
+        pages, seats = part.rows.shape
+        asked = queries[part.ask].transpose(1, 2).reshape(pages, kv_heads, seats * shared, dim)
+        keys, values = (
+            self._pages(store[layer], part, 2 * index + i)[:, :, : part.width]
+            for i, store in enumerate((self.cache.keys, self.cache.values))
+        )
+        return weighed(asked, keys, values, self.masks[index, shared, window], scale)
+
+
+def weighed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention with an additive mask, and the logarithm of the sum of its weights, [rows, heads, queries], both in float32.
+
+    On a CPU it is the fused kernel behind `scaled_dot_product_attention`, which knows that sum and is not asked for it.
+    """
+    if q.device.type == "cpu":
+        out, height = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
+        return out.float(), height
+    scores = torch.matmul(q * scale, k.transpose(-1, -2)).float() + mask
+    height = scores.logsumexp(dim=-1)
+    return torch.matmul((scores - height[..., None]).exp().to(v.dtype), v).float(), height
+
+
+def _by_reader(x: Tensor, part: _Part) -> Tensor:
+    """[pages, kv heads, seats × queries, ...] → [pages × seats, kv heads, queries, ...]."""
+    return x.unflatten(2, (part.rows.shape[1], -1)).transpose(1, 2).flatten(0, 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from drumroll.errors import ConfigError, ModelError, did_you_mean
 from drumroll.models import attention, tiny
@@ -53,7 +54,7 @@ def load(
     module.eval()
     if recompute_activations:
         module.gradient_checkpointing_enable({"use_reentrant": False})
-    return LoadedModel(module, tokenizer, _eos(module, tokenizer))
+    return LoadedModel(module, tokenizer, _eos(module.generation_config, tokenizer))
 
 
 def load_tokenizer(name: str) -> Any:
@@ -64,6 +65,38 @@ def load_tokenizer(name: str) -> Any:
 
     _quiet_transformers()
     return _pretrained(name, AutoTokenizer.from_pretrained)
+
+
+def end_tokens(name: str) -> frozenset[int]:
+    """The tokens that end a completion of a model, without loading its weights."""
+    from transformers import AutoConfig, GenerationConfig
+
+    def generation(source: str) -> Any:
+        try:
+            return GenerationConfig.from_pretrained(source)
+        except OSError:
+            return GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
+
+    _quiet_transformers()
+    return _eos(_pretrained(str(tiny.SHIPPED) if name in tiny.NAMES else name, generation), load_tokenizer(name))
+
+
+def load_classifier(name: str) -> tuple[Any, int]:
+    """A sequence classifier, and the token to pad with, which it must know to find the end of a row."""
+    from transformers import AutoModelForSequenceClassification
+
+    _quiet_transformers()
+
+    def read(source: str) -> tuple[Any, dict[str, Any]]:
+        return AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+
+    module, info = _pretrained(name, read)
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"model: {name} is no sequence classifier: it has no {missing[0]}. Train one, or name another.")
+    config, tokenizer = module.config, load_tokenizer(name)
+    known = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    config.pad_token_id = next(token for token in known if token is not None)
+    return module, int(config.pad_token_id)
 
 
 def _from_pretrained(name: str) -> tuple[Any, Any]:
@@ -99,19 +132,47 @@ def _pretrained(name: str, read: Callable[[str], T]) -> T:
         ) from error
 
 
-def _eos(module: Any, tokenizer: Any) -> frozenset[int]:
+def _eos(generation: Any, tokenizer: Any) -> frozenset[int]:
     """All tokens that end a completion: the tokenizer's and the generation config's."""
-    listed = getattr(module.generation_config, "eos_token_id", None)
+    listed = getattr(generation, "eos_token_id", None)
     ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
     return frozenset(i for i in ids if i is not None)
 
 
 def kv_shapes(module: Any) -> list[tuple[int, int]]:
-    """(kv heads, head dim) of every attention layer, read from the key projections' configuration."""
+    """(kv heads, head dim) of every attention layer, seen by passing one token through the model.
+
+    A model whose layers do not all attend through our function, or attend in a way it does not know, is refused.
+    """
     config = module.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return [(heads, dim)] * config.num_hidden_layers
+    for name in ("attn_logit_softcapping", "use_bidirectional_attention", "alibi"):
+        if getattr(config, name, None):
+            raise ModelError(f"model: type '{config.model_type}' with {name} is not supported by the native engine.")
+    if any(name.endswith(".sinks") for name, _ in module.named_parameters()):
+        raise ModelError(f"model: type '{config.model_type}' has attention sinks, which the native engine does not support.")
+    seen = _Seen()
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(module.parameters()).device)
+    with torch.no_grad():
+        module(input_ids=token, position_ids=token, use_cache=False, layout=seen)
+    if sorted(seen.shapes) != list(range(config.num_hidden_layers)):
+        raise ModelError(
+            f"model: of the {config.num_hidden_layers} layers of type '{config.model_type}' only {len(seen.shapes)} attend "
+            f"through transformers' attention interface, so the native engine cannot keep their keys and values."
+        )
+    return [seen.shapes[layer] for layer in sorted(seen.shapes)]
+
+
+class _Seen:
+    """A layout that notes what each layer brings."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        if k.shape != v.shape:
+            raise ModelError("model: keys and values of different size are not supported by the native engine.")
+        self.shapes[layer] = (k.shape[1], k.shape[2])
+        return torch.zeros_like(q)
 
 
 def _quiet_transformers() -> None:

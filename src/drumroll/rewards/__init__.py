@@ -3,6 +3,9 @@
 The user's form is `def correct(completion, answer) -> float | None`, sync or async. `completion` is the text the
 model wrote, `prompt` the row's prompt, `sample` the whole sample; any other argument is a column of the row. `None`
 means "not applicable". An exception, a NaN or a non-number is that sample's failure, shown with its text.
+
+A coroutine may ask for `judge` (a question to the judge), `reward_model` (its score), `sandbox` (programs run apart) and
+`processes` (a function run where it can be killed).
 """
 
 from __future__ import annotations
@@ -12,17 +15,23 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
-from drumroll.errors import ConfigError
+from drumroll.config.sandbox import SandboxConfig
+from drumroll.errors import ConfigError, MissingExtra
 from drumroll.registry import Registry
-from drumroll.sample import Failure, Sample
+from drumroll.sample import ENVIRONMENT, Failure, Sample
+from drumroll.sandbox import Sandbox, open_sandbox
 
 RewardFunction = Callable[..., Any]
 Ask = Callable[[str], Awaitable[str]]
 """A question to the judge, and its answer."""
+Rate = Callable[[Any, str], Awaitable[float]]
+"""A prompt and a completion to the reward model, and its score."""
 
 
 class Pool(Protocol):
@@ -32,8 +41,47 @@ class Pool(Protocol):
     async def close(self) -> None: ...
 
 
+class Meter:
+    """A reward's deadline. It stands still while the reward waits for others, whose deadlines are their own."""
+
+    def __init__(self, clock: asyncio.Timeout, seconds: float) -> None:
+        self._clock, self._seconds, self._waiting = clock, seconds, 0
+
+    def unbilled(self, service: Any) -> Any:
+        """The same service, not billed to who asks."""
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self._waiting += 1
+            self._clock.reschedule(None)
+            try:
+                return await service(*args, **kwargs)
+            finally:
+                self._waiting -= 1
+                if not self._waiting and not self._clock.expired():
+                    self._clock.reschedule(asyncio.get_running_loop().time() + self._seconds)
+
+        return None if service is None else call
+
+
+class Processes:
+    """The pool as one call of a reward sees it: what may hang runs there, on the main thread of a process of its own."""
+
+    def __init__(self, pool: Pool, seconds: float, meter: Meter) -> None:
+        self._call, self._seconds = meter.unbilled(pool.call), seconds
+
+    async def run(self, path: str, arguments: dict[str, Any], at_most: float | None = None) -> Any:
+        """The result of `module:function`, or `TimeoutError`. Waiting for a free process is not billed to the reward."""
+        return await self._call(path, arguments, min(self._seconds, at_most or self._seconds))
+
+
 REWARDS: Registry[RewardFunction] = Registry("reward")
-GIVEN = ("completion", "prompt", "sample", "judge")
+SERVICES = ("judge", "reward_model", "sandbox", "processes")
+GIVEN = ("completion", "prompt", "sample", *SERVICES)
+BUILT_IN = (
+    *("text", "maths", "choice", "patterns", "structured", "format", "instructions"),
+    *("code", "judge", "model", "reasoning"),
+)
+"""The modules that register our own; what they need beyond the standard library they import when it is used."""
 
 
 class BadReward(ValueError):
@@ -51,11 +99,18 @@ class Reward:
     optional: frozenset[str]
     fixed: Mapping[str, Any]
     path: str | None
+    keeps_time: bool = False
 
     @classmethod
     def bind(cls, config: RewardConfig) -> Reward:
         """Look the function up and read its signature."""
         function = REWARDS.get(config.use)
+        traits = REWARDS.traits(config.use)
+        module, extra = traits.get("requires", (None, ""))
+        if module is not None and find_spec(module) is None:
+            raise MissingExtra(f"reward '{config.use}'", extra)
+        if (check := traits.get("check")) is not None:
+            check(config.args)
         name = config.use.rpartition(":")[2]
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in config.args]
@@ -65,6 +120,10 @@ class Reward:
             raise ConfigError(
                 f"reward '{config.use}' takes no argument '{sorted(unknown)[0]}'; it takes {', '.join(p.name for p in named)}."
             )
+        if not inspect.iscoroutinefunction(function) and (asked := set(SERVICES).intersection(p.name for p in named)):
+            raise ConfigError(
+                f"reward '{config.use}' asks for '{min(asked)}', so it must be a coroutine: async def {name}(...)."
+            )
         return cls(
             name=name,
             weight=config.weight,
@@ -72,7 +131,8 @@ class Reward:
             arguments=tuple(p.name for p in named),
             optional=frozenset(p.name for p in named if p.default is not p.empty),
             fixed=dict(config.args),
-            path=None if config.use in REWARDS.parts else config.use,
+            path=_path(config.use, function),
+            keeps_time=bool(traits.get("keeps_time")),
         )
 
     @property
@@ -80,24 +140,33 @@ class Reward:
         """Columns a row must have."""
         return [a for a in self.arguments if a not in GIVEN and a not in self.optional]
 
-    def inputs(self, sample: Sample, judge: Ask | None = None) -> dict[str, Any]:
+    def inputs(self, sample: Sample, **services: Any) -> dict[str, Any]:
         """The function's keyword arguments for one sample."""
-        given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample, "judge": judge}
+        given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample, **services}
         row = sample.prompt.columns
         found = {a: given[a] if a in given else row[a] for a in self.arguments if a in given or a in row}
         return {**found, **self.fixed}
 
-    async def __call__(self, sample: Sample, pool: Pool, seconds: float, judge: Ask | None = None) -> float | None:
+    async def __call__(self, sample: Sample, pool: Pool, seconds: float, services: Mapping[str, Any]) -> float | None:
         """Built-ins and coroutines run here; other functions of the user in a process that can be killed."""
-        inputs = self.inputs(sample, judge)
         if inspect.iscoroutinefunction(self.function):
-            async with asyncio.timeout(seconds):
-                value = await self.function(**inputs)
+            async with asyncio.timeout(None if self.keeps_time else seconds) as clock:
+                meter = Meter(clock, seconds)
+                models = {name: meter.unbilled(services.get(name)) for name in ("judge", "reward_model")}
+                given = {**services, **models, "processes": Processes(pool, seconds, meter)}
+                value = await self.function(**self.inputs(sample, **given))
         elif self.path is None:
-            value = self.function(**inputs)
+            value = self.function(**self.inputs(sample))
         else:
-            value = await pool.call(self.path, inputs, seconds)
+            value = await pool.call(self.path, self.inputs(sample), seconds)
         return check_value(self.name, value)
+
+
+def _path(use: str, function: RewardFunction) -> str | None:
+    """Where a process of its own finds the function; None for a built-in, unless it declares itself `isolated`."""
+    if use not in REWARDS.parts:
+        return use
+    return f"{function.__module__}:{function.__name__}" if REWARDS.traits(use).get("isolated") else None
 
 
 def check_value(name: str, value: Any) -> float | None:
@@ -122,17 +191,26 @@ class Scorer:
         timeout: float = 30.0,
         pool: Pool | None = None,
         judge: Ask | None = None,
+        reward_model: Rate | None = None,
+        sandbox: SandboxConfig | None = None,
     ) -> None:
-        import drumroll.rewards.judge
-        import drumroll.rewards.text  # noqa: F401  the built-ins register themselves
-
+        for name in BUILT_IN:
+            import_module(f"drumroll.rewards.{name}")
         self.timeout = timeout
         self.pool = pool or KillablePool(2)
-        self.judge = judge
         self._rewards = {domain: [Reward.bind(c) for c in configs] for domain, configs in by_domain.items()}
-        asking = [r.name for rewards in self._rewards.values() for r in rewards if "judge" in r.arguments]
-        if asking and judge is None:
-            raise ConfigError(f"reward '{asking[0]}' asks a judge, but there is none: name one under roles.judge (model: ...).")
+        for role, there in (("judge", judge), ("reward_model", reward_model)):
+            if there is None and (asking := self._asking(role)):
+                raise ConfigError(
+                    f"reward '{asking[0]}' asks a {role.replace('_', ' ')}, but there is none: "
+                    f"name one under roles.{role} (model: ...)."
+                )
+        self.sandbox: Sandbox | None = open_sandbox(sandbox or SandboxConfig()) if self._asking("sandbox") else None
+        self._services = {"judge": judge, "reward_model": reward_model, "sandbox": self.sandbox}
+
+    def _asking(self, service: str) -> list[str]:
+        """The rewards that take a service."""
+        return [r.name for rewards in self._rewards.values() for r in rewards if service in r.arguments]
 
     def rewards(self, domain: str, *, played: bool = False) -> list[Reward]:
         """The rewards of a domain, or those for all. One that is `played` in an environment needs no others."""
@@ -149,11 +227,11 @@ class Scorer:
 
     async def score(self, sample: Sample) -> None:
         """Fill in the sample's reward, or its failure. What an environment gave counts in full."""
-        played = sample.prompt.scene is not None
-        total, applicable = sample.rewards.get("environment", 0.0) if played else 0.0, played
+        played = ENVIRONMENT in sample.rewards
+        total, applicable = sample.rewards.get(ENVIRONMENT, 0.0), played
         for reward in self.rewards(sample.prompt.domain, played=played):
             try:
-                value = await reward(sample, self.pool, self.timeout, self.judge)
+                value = await reward(sample, self.pool, self.timeout, self._services)
             except Exception as error:
                 sample.failure = self._failure(reward, error)
                 return
@@ -168,9 +246,11 @@ class Scorer:
 
     def _failure(self, reward: Reward, error: Exception) -> Failure:
         kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
-        text = f"took longer than {self.timeout:g} s" if isinstance(error, TimeoutError) else str(error)
+        text = str(error) or (f"took longer than {self.timeout:g} s" if isinstance(error, TimeoutError) else "")
         return Failure(kind, f"reward '{reward.name}'", text)
 
     async def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes and the sandbox."""
         await self.pool.close()
+        if self.sandbox is not None:
+            await self.sandbox.close()

@@ -1,42 +1,68 @@
-"""A language model as judge: one of our own engines, on devices of its own, asked by rewards."""
+"""Rewards that ask a judge. Who it is, and how it is reached, is in `rewards/asking.py`."""
 
 from __future__ import annotations
 
-import itertools
-import re
+import asyncio
+from collections.abc import Mapping
 from typing import Any
 
-from drumroll.config.roles import JudgeRole
-from drumroll.data.render import Renderer
-from drumroll.engines import Request, Sampling
+from drumroll.errors import DataError
 from drumroll.rewards import REWARDS, Ask
-from drumroll.rollout.router import Router
+from drumroll.rewards.templates import fill
+from drumroll.rewards.templates import template as template_of
+from drumroll.rewards.verdicts import verdict, winner
+from drumroll.sample import Sample
 
-TEMPLATE = "Question: {prompt}\nAnswer: {completion}\nIs the answer right? Say yes or no."
+LABEL = "judge_label"
+"""Column with what the judge should say (a number or yes/no); where a row has it, agreement is measured."""
 
 
-def ask_by(router: Router, tokenizer: Any, role: JudgeRole) -> Ask:
-    """How a reward asks: its question is rendered for the judge, and answered greedily."""
-    renderer, numbers = Renderer(tokenizer), itertools.count()
-    sampling = Sampling(temperature=0.0, max_tokens=role.max_tokens)
+def _fields(sample: Sample, more: dict[str, Any]) -> dict[str, Any]:
+    return {**sample.prompt.columns, "prompt": sample.prompt.content, "completion": sample.completion, **more}
 
-    async def ask(question: str) -> str:
-        number = next(numbers)
-        tokens = renderer.prompt(question)[-role.max_prompt_tokens :]
-        done = await router.generate(
-            Request(f"judge-{number}", tokens, sampling, 0, number), number, number, 600.0, lambda: None
+
+def _noted(sample: Sample, value: float | None, unreadable: float) -> float:
+    """The reward; besides, whether the judge could be understood, and whether it agrees with a label."""
+    sample.rewards["judge_readable"] = float(value is not None)
+    label = sample.prompt.columns.get(LABEL)
+    expected = None if label is None else verdict(str(label))
+    if expected is not None:
+        sample.rewards["judge_agreement"] = float(value is not None and (value >= 0.5) == (expected >= 0.5))
+    return unreadable if value is None else value
+
+
+def _check(args: Mapping[str, Any]) -> None:
+    """A template that does not exist is found out before anything starts."""
+    template_of(str(args.get("template", "binary")))
+
+
+@REWARDS.register("judge", check=_check)
+async def judge(
+    sample: Sample, judge: Ask, template: str = "binary", scale: float | None = None, unreadable: float = 0.0, **fields: Any
+) -> float:
+    """What the judge says of the completion, from 0 to 1. `template`: binary, reference, score, rubric, a file or a text."""
+    chosen = template_of(template)
+    said = await judge(fill(chosen.text, _fields(sample, fields)))
+    return _noted(sample, verdict(said, scale or chosen.scale), unreadable)
+
+
+@REWARDS.register("judge_pairwise", check=_check)
+async def judge_pairwise(
+    sample: Sample, judge: Ask, template: str = "pairwise", against: str = "answer", swap: bool = True, **fields: Any
+) -> float:
+    """1 if the judge prefers the completion to the text in the column `against`, 0 if that one, else 0.5.
+
+    Asked in both orders, for judges like what comes first (or last); when its two answers differ, that is 0.5.
+    """
+    text, known = template_of(template).text, _fields(sample, fields)
+    if against not in known:
+        raise DataError(
+            f"the completion is compared with the column '{against}', but there is only {', '.join(sorted(known))}."
         )
-        router.forget(number)
-        return str(tokenizer.decode(done.tokens, skip_special_tokens=True))
-
-    return ask
-
-
-@REWARDS.register("judge")
-async def judge(prompt: Any, completion: str, judge: Ask, template: str = TEMPLATE) -> float:
-    """1 if the judge says yes, a number it names first (up to 1), else 0."""
-    answer = (await judge(template.format(prompt=prompt, completion=completion))).strip().lower()
-    if answer.startswith("yes"):
-        return 1.0
-    number = re.match(r"[01](\.\d+)?", answer)
-    return min(1.0, float(number[0])) if number else 0.0
+    mine, other = known["completion"], known[against]
+    orders = ((mine, other), (other, mine))[: 2 if swap else 1]
+    asked = [judge(fill(text, known | {"first": first, "second": second})) for first, second in orders]
+    said = [winner(answer) for answer in await asyncio.gather(*asked)]
+    values = {0.5 if side == "tie" else float(side == ours) for side, ours in zip(said, "AB", strict=False)}
+    readable = None not in said
+    return _noted(sample, (values.pop() if len(values) == 1 else 0.5) if readable else None, 0.5)

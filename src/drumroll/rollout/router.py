@@ -54,6 +54,7 @@ class Router:
         self._waiting: list[_Waiter] = []
         self._count = itertools.count()
         self._paused = False
+        self._expected: set[str] = set()
         self._alarm: asyncio.TimerHandle | None = None
         self.hopeless: NoEngines | None = None
         self.on_hopeless: Callable[[], None] = lambda: None
@@ -72,9 +73,8 @@ class Router:
         route = Route(name, generate, capacity, interrupt)
         self.routes[name] = route
         self.hopeless = None
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        self._expected.discard(name)
+        self._watch()
         self._offer(route)
         self._grant()
 
@@ -84,7 +84,20 @@ class Router:
         if route is None:
             return
         route.alive = False
-        if not self.routes and self._alarm is None:
+        self._watch()
+
+    def expect(self, name: str, coming: bool = True) -> None:
+        """An engine is being started under this name, which may take its time; or it is no longer."""
+        (self._expected.add if coming else self._expected.discard)(name)
+        self._watch()
+
+    def _watch(self) -> None:
+        """The time without an engine counts only while none is being started."""
+        wanted = not self.routes and not self._expected
+        if not wanted and self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        elif wanted and self._alarm is None:
             self._alarm = asyncio.get_running_loop().call_later(self.engine_timeout, self._give_up)
 
     def rest(self, name: str) -> None:

@@ -9,6 +9,8 @@ no model. The same code runs on a virtual-time event loop in simulation.
 - In draw order a step's batch is the first useful groups in the order drawn, whatever was started beyond them:
   oversampling is speculation, and draws given up as surplus are attempted again. In arrival order it is the first to
   complete, and the surplus is let go.
+- A source may have several streams with shares: every batch then has each stream's share to within one group, also
+  when groups are dropped. What holds of the draw order holds within each stream.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import asyncio
 import heapq
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -26,6 +28,7 @@ from drumroll.engines import Request, Sampling
 from drumroll.errors import RolloutError
 from drumroll.rollout.filters import Filter, find_filter
 from drumroll.rollout.lifecycle import DrawEvent, Event, Listener, SampleFailed, Stage, legal
+from drumroll.rollout.places import Places
 from drumroll.rollout.router import Router
 from drumroll.rollout.stats import LengthBias, StepStats
 from drumroll.sample import (
@@ -47,8 +50,10 @@ Decode = Callable[[list[int]], str]
 
 
 class Source(Protocol):
-    """Where prompts come from."""
+    """Where prompts come from: one row of draws, each prompt of a stream with a share in every batch."""
 
+    @property
+    def shares(self) -> Mapping[str, float]: ...
     def draw(self) -> Prompt: ...
     def exhausted(self) -> bool: ...
     def metrics(self) -> dict[str, float]: ...
@@ -96,6 +101,20 @@ class _Flight:
 
 
 @dataclass(frozen=True)
+class _Manner:
+    """How a domain is sampled and judged."""
+
+    samples: int
+    sampling: Sampling
+    filter: Filter | None
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> _Manner:
+        found = find_filter(config.filter, config.filter_args) if config.filter else None
+        return cls(config.samples, Sampling(config.temperature, config.max_tokens, tuple(config.stop)), found)
+
+
+@dataclass(frozen=True)
 class _Pending:
     """A drawn prompt that waits to be started, and where the source stood before it was drawn."""
 
@@ -133,18 +152,18 @@ class Rollouts:
         self.listeners = list(listeners)
         self.clock = clock
         self.version: Version = 0
-        self.sampling = Sampling(config.temperature, config.max_tokens, tuple(config.stop))
-        self._filter: Filter | None = find_filter(config.filter, config.filter_args) if config.filter else None
+        self._common = _Manner.of(config)
+        self._manners = {domain: _Manner.of(config.of(domain)) for domain in config.domains}
         self._next_draw = 0
-        self._again: list[tuple[int, _Pending]] = []  # heap by draw: given up as surplus, to be attempted again
+        self._again: dict[str, list[tuple[int, _Pending]]] = {}  # by stream, heaps by draw: drawn, and to be started
         self._begun: dict[int, _Pending] = {}  # draws whose fate is open
         self._flights: dict[int, _Flight] = {}
-        self._complete: dict[int, tuple[Group, _Verdict] | None] = {}  # draw order: results that wait for earlier draws
-        self._useful_complete = 0  # of these, those that will be accepted
-        self._wanted = 0  # groups that `take` is waiting for
-        self._due = 0  # draw order: all draws before this one are decided
+        self._places = Places(config.capacity, source.shares)
+        self._complete: dict[int, tuple[Group, _Verdict]] = {}  # draw order: results that wait for earlier draws
+        self._queues: dict[str, deque[int]] = {}  # draw order: by stream, the draws that are not decided
+        self._wanted: dict[str, int] = {}  # groups that `take` is waiting for, by stream
         self._settled_before: set[int] = set()  # draws that had their fate when the run was resumed
-        self._ready: deque[Group] = deque()
+        self._ready: dict[str, deque[Group]] = {stream: deque() for stream in source.shares}
         self._training: list[Group] = []
         self._open = False
         self._step_draws = 0
@@ -161,15 +180,15 @@ class Rollouts:
         """The next `count` useful groups (fewer only when the data ends); surplus at staleness 0 is given up at once."""
         assert not self._training, "the groups taken before were not told to be trained"
         self._open, self._step_draws = True, 0
-        self._wanted = count
+        self._wanted = self._places.quotas(count)
         self._advance()
         self._pump()
-        while len(self._ready) < count and not self._dry():
+        while any(self._short(stream) for stream in self._wanted) and not self._dry():
             self._raise_if_hopeless(count)
             self._changed.clear()
             await self._changed.wait()
-        groups = [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
-        self._wanted = 0
+        groups = self._pick()
+        self._wanted = {}
         assert self.config.overage == "mask" or all(_oldest(g) >= self.oldest_trainable() for g in groups), "over-age group"
         self._training = groups
         self._lengths.accepted(groups, self._current)
@@ -203,26 +222,41 @@ class Rollouts:
 
     def exhausted(self) -> bool:
         """Whether the data has ended and nothing is left to train on."""
-        return self._dry() and not self._ready
+        return self._dry() and not any(self._ready.values())
 
     def _dry(self) -> bool:
         """Whether no further group can become ready."""
-        return self.source.exhausted() and not (self._again or self._flights or self._complete)
+        return self.source.exhausted() and not (any(self._again.values()) or self._flights or self._complete)
+
+    def _short(self, stream: str) -> bool:
+        """Whether `take` waits for more groups of a stream than are ready."""
+        return len(self._ready[stream]) < self._wanted.get(stream, 0)
+
+    def _all_ready(self) -> list[Group]:
+        return [group for ready in self._ready.values() for group in ready]
+
+    def _pick(self) -> list[Group]:
+        """The batch: of each stream as many of the ready groups as were wanted."""
+        chosen = [(self._ready[stream], count) for stream, count in self._wanted.items()]
+        groups = [ready.popleft() for ready, count in chosen for _ in range(min(count, len(ready)))]
+        return sorted(groups, key=lambda group: group.draw) if self.config.order == "draw" else groups
 
     def state(self) -> dict[str, Any]:
         """The place in the draw order: every draw before `draw` is settled, and so are those in `settled`."""
-        opened = [*self._begun.values(), *(pending for _, pending in self._again)]
+        opened = [*self._begun.values(), *(pending for heap in self._again.values() for _, pending in heap)]
+        common = {"version": self.version, "owed": dict(self._places.owed)}
         if not opened:
-            return {"draw": self._next_draw, "settled": [], "source": self.source.state(), "version": self.version}
+            return {"draw": self._next_draw, "settled": [], "source": self.source.state(), **common}
         first = min(opened, key=lambda pending: pending.draw)
         still_open = {pending.draw for pending in opened}
         settled = [d for d in range(first.draw, self._next_draw) if d not in still_open]
-        return {"draw": first.draw, "settled": settled, "source": first.before, "version": self.version}
+        return {"draw": first.draw, "settled": settled, "source": first.before, **common}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue the draw order where a checkpoint left it: open draws are attempted again, settled ones are not."""
         assert not self._flights, "restore before anything is started"
-        self._next_draw = self._due = state["draw"]
+        self._next_draw = state["draw"]
+        self._places.owed |= state["owed"]
         self._settled_before = set(state["settled"])
         self.version = state["version"]
         self.source.restore(state["source"])
@@ -233,7 +267,7 @@ class Rollouts:
         flights = list(self._flights.values())
         for flight in flights:
             self._abort(flight, Fate.ABORTED, "the run ended")
-        for group in [*self._training, *self._ready, *(r[0] for r in self._complete.values() if r is not None)]:
+        for group in [*self._training, *self._all_ready(), *(group for group, _ in self._complete.values())]:
             self._end(group, Fate.ABORTED, "the run ended")
         await asyncio.gather(*(t for f in flights for t in f.tasks.values()), return_exceptions=True)
 
@@ -241,45 +275,48 @@ class Rollouts:
 
     def _pump(self) -> None:
         """Start groups while admission allows."""
-        while self._open and self._places() > 0 and self._step_draws < self.config.draw_limit:
-            pending = self._next_prompt()
+        while self._open and self._step_draws < self.config.draw_limit and (room := self._places.free()):
+            pending = self._next_prompt(room)
             if pending is None:
                 return
             self._start(pending)
 
-    def _places(self) -> int:
-        """How many more groups may be on their way: none that could not be used, none beyond the capacity."""
-        taken = len(self._flights) + self._useful_complete + len(self._ready) + len(self._training)
-        return self.config.capacity - taken
-
-    def _next_prompt(self) -> _Pending | None:
-        if self._again:
-            return heapq.heappop(self._again)[1]
+    def _next_prompt(self, streams: Set[str]) -> _Pending | None:
+        """The first draw of these streams that is to be started. Draws of others on the way to it wait for their turn."""
+        waiting = [heap for stream in streams if (heap := self._again.get(stream))]
+        if waiting:
+            return heapq.heappop(min(waiting, key=lambda heap: heap[0][0]))[1]
         while not self.source.exhausted():
             draw, before = self._next_draw, self.source.state()
             prompt = self.source.draw()
             self._next_draw += 1
-            if draw not in self._settled_before:
-                return _Pending(draw, prompt, 0, before)
-            self._settled_before.discard(draw)
-            self._skip(draw)
+            if draw in self._settled_before:  # before a resume
+                self._settled_before.discard(draw)
+                continue
+            if self.config.order == "draw":
+                self._queues.setdefault(prompt.stream, deque()).append(draw)
+            pending = _Pending(draw, prompt, 0, before)
+            if prompt.stream in streams:
+                return pending
+            self._start_later(pending)
         return None
 
-    def _skip(self, draw: int) -> None:
-        """A draw that was settled before a resume."""
-        if self.config.order == "draw":
-            self._complete[draw] = None
-            self._advance()
+    def _start_later(self, pending: _Pending) -> None:
+        heapq.heappush(self._again.setdefault(pending.prompt.stream, []), (pending.draw, pending))
 
     def _start(self, pending: _Pending) -> None:
         group = Group(pending.prompt, pending.draw, [], pending.attempt)
         flight = _Flight(group, self.version)
         self._begun[pending.draw] = pending
         self._flights[pending.draw] = flight
+        self._places.take(pending.draw, pending.prompt.stream)
         self._step_draws += 1
         self._tell(DrawEvent(self.clock(), group, None, ""))
-        for index in [*range(self.config.samples), *([GREEDY] if self.greedy else [])]:
+        for index in [*range(self._manner(group).samples), *([GREEDY] if self.greedy else [])]:
             self._start_sample(flight, index)
+
+    def _manner(self, group: Group) -> _Manner:
+        return self._manners.get(group.prompt.domain, self._common)
 
     def _start_sample(self, flight: _Flight, index: int) -> None:
         group = flight.group
@@ -339,10 +376,11 @@ class Rollouts:
         """One turn. An interrupted one goes on from its tokens; a lost or late one is tried again, within the budget."""
         written = tries = 0
         trace, number = sample.traces[-1], len(sample.traces) - 1
-        limit, key = self.sampling.max_tokens, (sample.draw, sample.attempt)
+        manner, key = self._manner(flight.group), (sample.draw, sample.attempt)
+        limit = manner.sampling.max_tokens
         seed = sample_seed(self.seed, f"train/{number}" if number else "train", sample.draw, sample.index)
-        place = sample.draw * (self.config.samples + self.greedy) + sample.index + self.greedy
-        how = replace(self.sampling, temperature=0.0) if sample.index == GREEDY else self.sampling
+        place = sample.draw * (self.config.most_samples + self.greedy) + sample.index + self.greedy
+        how = replace(manner.sampling, temperature=0.0) if sample.index == GREEDY else manner.sampling
         while True:
             sampling = how if not written else replace(how, max_tokens=limit - written)
             request = Request(f"{sample.id}#{tries}.{number}.{len(trace.tokens)}", tuple(trace.tokens), sampling, seed, place)
@@ -401,27 +439,28 @@ class Rollouts:
             if self.config.on_failure == "give_up" or sample.index == GREEDY:
                 self._complete_group(flight, f"{sample.failure.boundary} failed: {sample.failure.text}")
                 return
-            if self.config.on_failure == "replace" and flight.replacements < self.config.samples:
+            if self.config.on_failure == "replace" and flight.replacements < self._manner(flight.group).samples:
                 flight.replacements += 1
                 self._start_sample(flight, len(flight.group.samples))
         if not flight.unsettled:
             self._complete_group(flight, None)
 
     def _complete_group(self, flight: _Flight, failure: str | None) -> None:
-        group = flight.group
+        group, manner = flight.group, self._manner(flight.group)
         scored = [s for s in group.samples if s.state is State.SCORED]
-        if failure is None and len(scored) < min(2, self.config.samples):
+        if failure is None and len(scored) < min(2, manner.samples):
             failure = "fewer than two samples were scored"
         verdict: _Verdict = (Fate.FAILED, failure) if failure else None
-        if verdict is None and self._filter is not None:
-            reason = self._filter(group.rewards)
+        if verdict is None and manner.filter is not None:
+            reason = manner.filter(group.rewards)
             verdict = (Fate.FILTERED, reason) if reason else None
         self._land(flight)
+        if verdict is not None:
+            self._places.give_back(group.draw)
         if self.config.order == "arrival":
             self._decide(group, verdict)
         else:
             self._complete[group.draw] = (group, verdict)
-            self._useful_complete += verdict is None
             self._advance()
         self._pump()
         self._changed.set()
@@ -438,16 +477,13 @@ class Rollouts:
             task.cancel()
 
     def _advance(self) -> None:
-        """Draw order: decide on complete groups, as far as no earlier draw is open and as many as are wanted.
+        """Draw order: decide on complete groups, as far as no earlier draw of the stream is open and as many as are wanted.
 
         Nothing is decided beyond the batch, so at staleness 0 all that lies beyond can be attempted again.
         """
-        while len(self._ready) < self._wanted and self._due in self._complete:
-            result = self._complete.pop(self._due)
-            self._due += 1
-            if result is not None:
-                self._useful_complete -= result[1] is None
-                self._decide(*result)
+        for stream, queue in self._queues.items():
+            while queue and queue[0] in self._complete and self._short(stream):
+                self._decide(*self._complete.pop(queue.popleft()))
 
     def _decide(self, group: Group, verdict: _Verdict) -> None:
         """A complete group is accepted, or gets the fate that was found for it."""
@@ -460,7 +496,7 @@ class Rollouts:
         group.samples = [s for s in group.samples if s.state is State.SCORED]
         for sample in group.everyone():
             self._move(sample, State.ACCEPTED)
-        self._ready.append(group)
+        self._ready[group.prompt.stream].append(group)
 
     def _end(self, group: Group, fate: Fate, reason: str) -> None:
         """Give a group and its samples their fate. A failed group's scored samples end as aborted."""
@@ -469,6 +505,7 @@ class Rollouts:
                 own = Fate.BASELINE if fate is Fate.TRAINED and sample is group.greedy else fate
                 self._move(sample, Fate.ABORTED if fate is Fate.FAILED else own)
         self._begun.pop(group.draw, None)
+        self._places.give_back(group.draw)
         self._tell(DrawEvent(self.clock(), group, fate, reason))
 
     # --- giving up ---
@@ -482,7 +519,7 @@ class Rollouts:
         self._current.dropped[(group.prompt.domain, fate.value, reason)] += 1
         self._end(group, fate, reason)
         if self.config.order == "draw" and fate is Fate.STALE:
-            self._complete[group.draw] = None
+            self._queues[group.prompt.stream].remove(group.draw)
             self._advance()
 
     def _give_up_surplus(self, taken: Sequence[Group]) -> None:
@@ -494,29 +531,28 @@ class Rollouts:
         begun = dict(self._begun)
         for flight in list(self._flights.values()):
             self._abort(flight, Fate.ABORTED, "surplus")
-        complete = [r[0] for r in self._complete.values() if r is not None]
-        for group in [*self._ready, *complete]:
+        for group in [*self._all_ready(), *(group for group, _ in self._complete.values())]:
             self._current.dropped[(group.prompt.domain, Fate.ABORTED.value, "surplus")] += 1
             self._end(group, Fate.ABORTED, "surplus")
-        self._ready.clear()
-        self._complete = {draw: None for draw, result in self._complete.items() if result is None}
-        self._useful_complete = 0
+        for ready in self._ready.values():
+            ready.clear()
+        self._complete.clear()
         kept = {group.draw for group in taken}
         for draw, pending in begun.items():
             if draw not in kept and self.config.order == "draw":
-                heapq.heappush(self._again, (draw, replace(pending, attempt=pending.attempt + 1)))
+                self._start_later(replace(pending, attempt=pending.attempt + 1))
 
     def _drop_over_age(self) -> None:
         """Groups that could no longer be trained on, complete or not, become stale."""
         oldest, reason = self.oldest_trainable(), "older than max_staleness"
         for flight in [f for f in self._flights.values() if f.version < oldest]:
             self._abort(flight, Fate.STALE, reason)
-        for draw, result in list(self._complete.items()):
-            if result is not None and result[1] is None and _oldest(result[0]) < oldest:
-                self._complete[draw] = (result[0], (Fate.STALE, reason))
-                self._useful_complete -= 1
-        for group in [g for g in self._ready if _oldest(g) < oldest]:
-            self._ready.remove(group)
+        for draw, (group, verdict) in self._complete.items():
+            if verdict is None and _oldest(group) < oldest:
+                self._complete[draw] = (group, (Fate.STALE, reason))
+                self._places.give_back(draw)
+        for group in [g for g in self._all_ready() if _oldest(g) < oldest]:
+            self._ready[group.prompt.stream].remove(group)
             self._current.dropped[(group.prompt.domain, Fate.STALE.value, reason)] += 1
             self._end(group, Fate.STALE, reason)
 
@@ -528,7 +564,7 @@ class Rollouts:
             raise self.router.hopeless
         failed = sum(n for (_, fate, _), n in self._current.dropped.items() if fate == Fate.FAILED)
         others = sum(n for (_, fate, _), n in self._current.dropped.items() if fate != Fate.FAILED)
-        if failed >= count and not others and not self._ready and self._current.failed:
+        if failed >= count and not others and not any(self._ready.values()) and self._current.failed:
             first = self._current.failed[0]
             raise RolloutError(
                 f"all {len(self._current.failed)} samples of the step failed, so there is nothing to train on. "
@@ -538,8 +574,10 @@ class Rollouts:
             reasons = "; ".join(
                 f"{n} {fate} in {domain} ({why})" for (domain, fate, why), n in self._current.dropped.most_common(5)
             )
+            short = [stream for stream in self._wanted if stream and self._short(stream)]
+            lacking = f" and lacks groups of {', '.join(short)}, whose share data.mixture fixes" if short else ""
             raise RolloutError(
-                f"the step has {len(self._ready)} of {count} groups after {self._step_draws} prompts "
+                f"the step has {len(self._all_ready())} of {count} groups{lacking} after {self._step_draws} prompts "
                 f"(rollout.max_draws_per_step={self.config.draw_limit}): {reasons}."
             )
 

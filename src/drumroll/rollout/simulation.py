@@ -57,15 +57,17 @@ class Workload:
 class SimSource:
     """An endless row of prompts that know their draw number."""
 
-    def __init__(self, domains: tuple[str, ...] = ("a", "b")) -> None:
+    def __init__(self, domains: tuple[str, ...] = ("a", "b"), shares: Mapping[str, float] | None = None) -> None:
         self.domains = domains
+        self.shares = shares or {"": 1.0}
         self.count = 0
 
     def draw(self) -> Prompt:
         """The next prompt."""
         number = self.count
         self.count += 1
-        return Prompt(f"p{number}", self.domains[number % len(self.domains)], str(number), (number,))
+        domain = self.domains[number % len(self.domains)]
+        return Prompt(f"p{number}", domain, str(number), (number,), stream=domain if len(self.shares) > 1 else "")
 
     def exhausted(self) -> bool:
         """Never."""

@@ -42,6 +42,8 @@ SCHEMA = pa.schema(
         ("success", pa.bool_()),
     ]
 )
+TEXTS = ("columns", "rewards", "history", "turns")
+"""Columns that are kept as JSON."""
 
 
 def _row(step: int, kind: str, sample: Sample) -> dict[str, Any]:
@@ -79,7 +81,6 @@ def write_samples(path: Path, step: int, kind: str, samples: Sequence[Sample]) -
 def read_samples(path: Path) -> Iterator[dict[str, Any]]:
     """Read them back as plain rows."""
     for row in pq.read_table(path).to_pylist():
-        for column in ("columns", "rewards", "history"):
-            row[column] = json.loads(row[column])
-        row["turns"] = json.loads(row.get("turns") or "[]")
+        for column in TEXTS:
+            row[column] = json.loads(row.get(column) or "[]")
         yield row

@@ -34,7 +34,7 @@ class Scores:
 
     rewards: Tensor  # [samples] less the token penalties
     group_of: Tensor  # [samples]
-    lengths: Tensor  # [samples]
+    lengths: Tensor  # [samples] tokens that the policy wrote, trained or not
     config: AlgorithmConfig
     greedy: Tensor | None = None  # [samples] reward of the group's greedy sample; with needs=("greedy",)
     token_rewards: Tensor | None = None  # [trained tokens] penalties, and the outcome at each trace's last one

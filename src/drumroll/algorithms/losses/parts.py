@@ -26,6 +26,7 @@ class Tokens:
     reference: Tensor | None
     sequence: Tensor  # which sequence of the micro-batch a token belongs to
     rewards: Tensor | None = None  # of the token's sample
+    teacher: Tensor | None = None
 
     def ratio(self) -> Tensor:
         """Probability now over probability before the update."""

@@ -42,7 +42,7 @@ class PolicyLoss:
         """True without other terms: KL, entropy and imitation act on tokens without advantage too."""
         config = self.config
         acts = LOSSES.traits(config.loss).get("acts_without_advantage", False)
-        return not (config.kl or config.entropy or config.sft or acts)
+        return not (config.kl or config.teacher or config.entropy or config.sft or acts)
 
     def __call__(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
@@ -57,6 +57,10 @@ class PolicyLoss:
             kl = kl_divergence(tokens.logprobs, tokens.reference, config.kl_estimator)
             loss = loss + config.kl * kl
             stats["kl_reference"] = kl.detach()
+        if config.teacher and tokens.teacher is not None:
+            # k2, because on the policy's own samples its gradient is that of the divergence
+            loss = loss + config.teacher * kl_divergence(tokens.logprobs, tokens.teacher, "k2")
+            stats["kl_teacher"] = kl_divergence(tokens.logprobs.detach(), tokens.teacher, "k1")
         if config.entropy:
             loss = loss - config.entropy * tokens.entropy
         if config.sft and tokens.rewards is not None:

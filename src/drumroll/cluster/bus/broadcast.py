@@ -1,4 +1,4 @@
-"""Weights by broadcast, for engines anywhere: gloo in main memory, NCCL between CUDA devices.
+"""Weights by broadcast, for engines anywhere: gloo in main memory, NCCL between CUDA devices. Store and gloo listen on one address.
 
 The process group is apart from torch's default one. Small tensors are packed into buckets; one as large as a bucket is sent from
 where it lies. A bucket is packed while those before are on their way, and read while those after are. A header says what the
@@ -7,7 +7,7 @@ next bucket holds; it goes by the group's store, so no side has to know the tens
 
 from __future__ import annotations
 
-import pickle
+import json
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -23,11 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drumroll.cluster.bus import ALIGN, AS_IS, BusError, Entry, Named, Packing, Parcel, WrongVersion, lend, unpack
+from drumroll.cluster.rendezvous import find_store, open_store, own_address
 from drumroll.sample import Version
 
 BUCKET = 64 << 20
 IN_FLIGHT = 3
 SMALL = 1 << 20
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,23 @@ class _Header:
     size: int = 0
     error: str = ""
 
+    def encode(self) -> str:
+        """As JSON: whoever can reach the store can write there, so nothing that runs code may be read from it."""
+        entries = [[e.name, str(e.dtype).removeprefix("torch."), e.shape, e.begin, e.end, e.checksum] for e in self.manifest]
+        return json.dumps([self.version, entries, self.size, self.error])
+
+    @classmethod
+    def decode(cls, text: bytes) -> _Header:
+        version, entries, size, error = json.loads(text)
+        return cls(version, tuple(Entry(n, DTYPES[t], tuple(s), b, e, c) for n, t, s, b, e, c in entries), size, error)
+
 
 class _Link:
     """One process's end of the group; rank 0 sends."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.timeout = timedelta(seconds=meeting.seconds)
-        self.store = dist.TCPStore(meeting.host, meeting.port, None, rank == 0, self.timeout, wait_for_workers=False)
+        self.store = (open_store if rank == 0 else find_store)(meeting.host, meeting.port, meeting.seconds)
         self.meeting = replace(meeting, port=self.store.port)
         self.rank = rank
         self._parcels = 0
@@ -67,7 +79,11 @@ class _Link:
         """Made with the first bucket, since making it waits until all are there."""
         store, size = dist.PrefixStore("group", self.store), self.meeting.size
         if self.meeting.device == "cpu":
-            return dist.ProcessGroupGloo(store, self.rank, size, self.timeout)
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=own_address(self.meeting.host))]
+            options._timeout = self.timeout
+            return gloo(store, self.rank, size, options)
         torch.cuda.set_device(self.meeting.device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
@@ -81,7 +97,7 @@ class _Link:
 
         def post(header: _Header) -> None:
             posted.append(f"{self._parcels}/{len(posted)}")
-            self.store.set(posted[-1], pickle.dumps(header))  # pyrefly: ignore[bad-argument-type]
+            self.store.set(posted[-1], header.encode())
 
         try:
             for manifest, data in buckets:
@@ -113,7 +129,7 @@ class _Link:
         self._parcels += 1
         parcel, flying = self._parcels, deque[tuple[Any, _Header, Tensor]]()
         for index in count():
-            header: _Header = pickle.loads(self.store.get(f"{parcel}/{index}"))
+            header = _Header.decode(self.store.get(f"{parcel}/{index}"))
             data = self.buffer(header.size)
             if header.manifest:
                 flying.append((self.group.broadcast(data, 0), header, data))

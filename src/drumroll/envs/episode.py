@@ -1,0 +1,85 @@
+"""What the built-in environments share: seeded instances in two splits, reading of actions, counting of turns.
+
+An *instance* is the start of an episode (a map, a level, a shopping goal). Its number and its split decide it alone. The
+episode's seed decides what happens by chance later, such as slips on ice, so that rows can name instances and groups
+still share their luck.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from drumroll.data.split import is_held_out
+from drumroll.envs import Step
+from drumroll.errors import ConfigError, DataError
+
+T = TypeVar("T")
+SPLITS = ("train", "held_out")
+STYLES = ("compact", "words")
+TRIES = 10_000
+
+THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL | re.IGNORECASE)
+ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+
+
+def action_in(text: str) -> str:
+    """The action in a policy's turn: what the last `<answer>` holds, or the whole text, thoughts aside."""
+    text = THOUGHT.sub("", text)
+    found = ANSWER.findall(text)
+    return (found[-1] if found else text).strip()
+
+
+def draw(name: str, instance: int, split: str, make: Callable[[random.Random], T | None], text: Callable[[T], str]) -> T:
+    """The instance of a number and a split: the first that `make` gives and whose text hashes to that split."""
+    if split not in SPLITS:
+        raise DataError(f"{name}: split '{split}' does not exist; environments have 'train' and 'held_out'.")
+    rng = random.Random(f"{name}/{split}/{instance}")
+    for _ in range(TRIES):
+        made = make(rng)
+        if made is not None and is_held_out(text(made)) == (split == "held_out"):
+            return made
+    raise ConfigError(
+        f"{name}: no instance of split '{split}' was found in {TRIES} tries; its settings allow too few, choose wider ones."
+    )
+
+
+def require(name: str, holds: bool, what: str) -> None:
+    """A setting that must hold, or one sentence that says so."""
+    if not holds:
+        raise ConfigError(f"environment {name}: {what}.")
+
+
+class Episode:
+    """Base of the built-in environments. `style: compact` is for models that read characters, `words` for chat models."""
+
+    name: str
+
+    def __init__(self, style: str, split: str, max_turns: int) -> None:
+        require(self.name, style in STYLES, f"style '{style}' does not exist; choose compact or words")
+        require(self.name, max_turns >= 1, f"max_turns must be at least 1, got {max_turns}")
+        self.style, self.split, self.max_turns = style, split, max_turns
+        self.rng = random.Random()
+        self.turns = 0
+
+    def begin(self, seed: int) -> None:
+        """Start counting, with the episode's own generator."""
+        self.rng = random.Random(f"episode/{seed}")
+        self.turns = 0
+
+    def answered(
+        self, observation: str, *, effective: bool, state: str, reward: float = 0.0, over: bool = False, **info: Any
+    ) -> Step:
+        """The outcome of a turn. Malformed turns count too, so every episode ends by `max_turns`."""
+        self.turns += 1
+        told = {"success": False, **info, "effective": effective, "state": state}
+        return Step(observation, reward, over, not over and self.turns >= self.max_turns, told)
+
+    def say(self, action: str) -> str:
+        """An action as this style's policy writes it."""
+        return action if self.style == "compact" else f"<answer>{action}</answer>"
+
+    def close(self) -> None:
+        """Nothing is held."""

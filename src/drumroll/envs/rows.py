@@ -1,0 +1,116 @@
+"""Rows for environments: instances to play, and episodes to imitate. Both are function sources of `data`.
+
+A teacher of demonstrations is weak in two ways: a share of its turns follows the environment's `flawed()`, a systematic mistake,
+and a share is random. The choice is made anew in every turn, so whoever imitates the teacher perfectly succeeds as often as it
+does, with or without a memory of past turns; and as long as mistakes are the majority, greedy play fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from drumroll.envs import Environment, Observation, Playable
+from drumroll.envs.builtin import make
+from drumroll.envs.episode import SPLITS
+from drumroll.errors import DataError
+from drumroll.sample import Message
+
+Row = dict[str, Any]
+FORMS = ("turns", "messages")
+WEAK: dict[str, tuple[float, float]] = {"frozen_lake": (0.7, 0.15), "sokoban": (0.8, 0.1), "webshop": (0.55, 0.1)}
+"""Shares of turns (flawed, random) that leave an imitator of the compact style much to learn."""
+
+
+def episodes(split: str, seed: int, env: str, **settings: Any) -> Iterator[Row]:
+    """Endless instances: `reset(seed, **row)` starts the one that a row names. The prompt is the first observation."""
+    for number in _numbers(split, seed, env):
+        row = {"instance": number, "split": split}
+        yield {"prompt": _first(make(env, **settings), row), **row}
+
+
+def _numbers(split: str, seed: int, env: str) -> Iterator[int]:
+    if split not in SPLITS:
+        raise DataError(f"split '{split}' does not exist; environments have 'train' and 'held_out'.")
+    rng = random.Random(f"{env}/{split}/{seed}")
+    while True:
+        yield rng.getrandbits(31)
+
+
+def _first(made: Environment, row: Row) -> Observation:
+    """The first observation; of an environment that begins by a coroutine, a text that names the instance."""
+    if inspect.iscoroutinefunction(made.reset):
+        return f"{row['split']}/{row['instance']}"
+    observation = cast(Observation, made.reset(row["instance"], **row))
+    made.close()
+    return observation
+
+
+def demonstrations(
+    split: str,
+    seed: int,
+    env: str,
+    share_of_flawed: float | None = None,
+    share_of_random: float | None = None,
+    form: str = "turns",
+    history: int | None = None,
+    end: str = "",
+    **settings: Any,
+) -> Iterator[Row]:
+    """Episodes of a weak teacher. By default its shares are the environment's in `WEAK`, or none.
+
+    `form: turns` gives a row per turn, `prompt` with the last `history` turns before it (default: all) and `completion`;
+    past turns of the policy are followed by `end`. `form: messages` gives a row per episode, as a conversation.
+    """
+    if form not in FORMS:
+        raise DataError(f"demonstrations: form '{form}' does not exist; choose turns or messages.")
+    flawed, careless = WEAK.get(env, (0.0, 0.0))
+    flawed = flawed if share_of_flawed is None else share_of_flawed
+    careless = careless if share_of_random is None else share_of_random
+    if min(flawed, careless) < 0 or flawed + careless > 1:
+        raise DataError(
+            f"demonstrations: shares of flawed and random turns are {flawed} and {careless}; together they are at most 1."
+        )
+    for number in _numbers(split, seed, env):
+        played = cast(Playable, make(env, **settings))
+        messages, told = play(played, number, split, flawed, careless)
+        if form == "messages":
+            yield {"messages": messages, **told}
+        else:
+            yield from ({**row, **told} for row in _turns(messages, history, end))
+
+
+def play(env: Playable, instance: int, split: str, flawed: float = 0.0, careless: float = 0.0) -> tuple[list[Message], Row]:
+    """An episode by a teacher, as messages, and what came of it."""
+    rng = random.Random(f"teacher/{split}/{instance}")
+    mistaken: Callable[[], str] | None = getattr(env, "flawed", None)
+    if flawed and mistaken is None:
+        raise DataError(f"demonstrations: {type(env).__name__} has no flawed(); set share_of_flawed to 0.")
+    messages = _said(cast(Observation, env.reset(instance, instance=instance, split=split)))
+    total = 0.0
+    while True:
+        chance = rng.random()
+        teacher = mistaken if mistaken and chance < flawed else env.random_action if chance < flawed + careless else env.oracle
+        action = teacher()
+        step: Any = env.step(action)
+        messages += [{"role": "assistant", "content": action}, *_said(step.observation)]
+        total += step.reward
+        if step.terminated or step.truncated:
+            env.close()
+            told = {"instance": instance, "split": split, "success": bool(step.info.get("success")), "reward": total}
+            return messages[: len(messages) - len(_said(step.observation))], told
+
+
+def _said(observation: Observation) -> list[Message]:
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+
+
+def _turns(messages: list[Message], history: int | None, end: str) -> Iterator[Row]:
+    """A row for each turn of the policy, with what it had read until then as one text."""
+    own = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    texts = [message["content"] + (end if message["role"] == "assistant" else "") for message in messages]
+    for count, place in enumerate(own):
+        first = 0 if history is None or count <= history else own[count - history - 1] + 1
+        yield {"prompt": "".join(texts[first:place]), "completion": messages[place]["content"]}

@@ -1,0 +1,64 @@
+"""From hidden states to log-probs, in chunks, so that logits of all tokens never exist at once.
+
+The logits are the model's own: its forward runs with the body taken out, so that whatever it does with its head
+(tied weights, a soft cap, a scale, adapters) is done here too.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+ROWS = 1024
+"""Rows of logits at a time. With more rows than this they are computed again in the backward pass."""
+
+
+class _Given(nn.Module):
+    """In the place of a model's body: it returns the hidden states that it is given as embeddings."""
+
+    def __init__(self, output: type) -> None:
+        super().__init__()
+        self.output = output
+
+    @override
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        return self.output(last_hidden_state=inputs_embeds)
+
+
+class Head:
+    """A language model's head alone. `output` is the type that the model's body returns."""
+
+    def __init__(self, module: Any, output: type) -> None:
+        self.module = copy.copy(module)  # shares the weights; only the list of children is another
+        self.module._modules = {**module._modules, module.base_model_prefix: _Given(output)}
+
+    def __call__(
+        self, hidden: Tensor, chosen: Tensor, temperature: float, *, entropy_gradient: bool, rows: int = ROWS
+    ) -> tuple[Tensor, Tensor]:
+        """[rows] the log-prob of the chosen tokens, and the entropy of what they were chosen from."""
+
+        def chunk(some: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.module(inputs_embeds=some[None], use_cache=False).logits[0]
+            return _score(logits, tokens, temperature, entropy_gradient=entropy_gradient)
+
+        if len(hidden) <= rows:
+            return chunk(hidden, chosen)
+        parts: list[Any] = [
+            checkpoint(chunk, *both, use_reentrant=False, preserve_rng_state=False)
+            for both in zip(hidden.split(rows), chosen.split(rows), strict=True)
+        ]
+        logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+        return logprobs, entropy
+
+
+def _score(logits: Tensor, chosen: Tensor, temperature: float, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    distribution = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
+    logprobs = distribution.gather(1, chosen[:, None])[:, 0]
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(distribution.exp() * distribution).sum(-1)
+    return logprobs, entropy

@@ -1,0 +1,123 @@
+"""Isolated execution of programs that models wrote, and tests of them, graded where the programs cannot reach.
+
+`inside/` is what runs in the box; the rest is our side of it. A backend carries jobs to boxes; `grading` turns what comes
+back into an `Outcome`. A program is never imported, run or unpickled in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from drumroll.errors import DrumrollError
+
+if TYPE_CHECKING:
+    from drumroll.config.sandbox import SandboxConfig
+
+
+class SandboxError(DrumrollError):
+    """A box that could not be had, or was lost through no fault of the program."""
+
+
+class Status(StrEnum):
+    """How a program did; of several tests, the first that it did not pass decides."""
+
+    PASSED = "passed"
+    FAILED = "failed"  # it ran, and a test says no
+    ERROR = "error"  # it does not compile, raised, or exited with a code
+    TIMEOUT = "timeout"
+    MEMORY = "memory"
+    OUTPUT = "output"  # it printed more than allowed
+    CRASHED = "crashed"  # a signal ended it, or it took its box down
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run may use: each stdin test is a run, all calls and asserts together are one, and so is each pytest file."""
+
+    seconds: float = 10.0
+    memory_mb: int = 512
+    output_kb: int = 1024
+    file_mb: int = 16
+    processes: int = 16
+    stop_early: bool = False
+    """Stop at the first test that fails."""
+
+
+@dataclass(frozen=True)
+class Stdio:
+    """The program reads `input` and must print `output`, spaces at the ends of lines aside."""
+
+    input: str
+    output: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of the program, called with arguments, must return a value."""
+
+    function: str
+    args: Any
+    expected: Any
+
+
+@dataclass(frozen=True)
+class Assert:
+    """Code that uses the program's names and must not raise."""
+
+    code: str
+
+
+@dataclass(frozen=True)
+class Pytest:
+    """A test file that imports what it tests from `solution`."""
+
+    code: str
+
+
+Test = Stdio | Call | Assert | Pytest
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program."""
+
+    status: Status
+    passed: int
+    total: int
+    stdout: str = ""
+    stderr: str = ""
+    why: str = ""
+    seconds: float = 0.0
+
+
+class Sandbox(Protocol):
+    """Runs programs; any number of them at once."""
+
+    limits: Limits
+    """Those of a run for which none are named."""
+
+    async def run(self, program: str, tests: Sequence[Test], limits: Limits | None = None) -> Outcome:
+        """What a program makes of its tests."""
+        ...
+
+    async def close(self) -> None:
+        """End all processes and remove all files."""
+        ...
+
+
+def open_sandbox(config: SandboxConfig) -> Sandbox:
+    """The sandbox that a config names. What cannot work here is said now, not at the first program."""
+    if config.backend == "bwrap":
+        from drumroll.sandbox.bwrap import BwrapSandbox
+
+        return BwrapSandbox(config)
+    if config.backend == "http":
+        from drumroll.sandbox.http import HttpSandbox
+
+        return HttpSandbox(config)
+    from drumroll.sandbox.unsafe import UnsafeSandbox
+
+    return UnsafeSandbox(config)

@@ -1,0 +1,60 @@
+"""What is carried into a box: our side's modules, and pytest with what it needs, as zips that Python imports from."""
+
+from __future__ import annotations
+
+import functools
+import io
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+from drumroll.errors import MissingExtra
+
+INSIDE = Path(__file__).parent / "inside"
+STUB = b"import sys\nexec(compile(sys.modules['tests'].text, 'test_program.py', 'exec'), globals())\n"
+"""The file that pytest collects: the tests themselves never lie in a file that a program could find."""
+PYTEST_PARTS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments", "exceptiongroup", "tomli")
+
+
+def _zip(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name), data)
+    return buffer.getvalue()
+
+
+@functools.cache
+def code(entry: str) -> bytes:
+    """The modules of `inside`, started at a function of `zygote`."""
+    files = {f"inside/{path.name}": path.read_bytes() for path in sorted(INSIDE.glob("*.py"))}
+    return _zip(files | {"__main__.py": f"from inside.zygote import {entry}\n{entry}()\n".encode()})
+
+
+def has_pytest() -> bool:
+    """Whether pytest is installed here, to be carried into boxes."""
+    try:
+        return bool(metadata.version("pytest"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+@functools.cache
+def pytest() -> bytes:
+    """pytest and its dependencies."""
+    if not has_pytest():
+        raise MissingExtra("a test of the kind `pytest`", "code")
+    files: dict[str, bytes] = {}
+    for name in PYTEST_PARTS:
+        try:
+            found = metadata.files(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for file in found:
+            part = str(file)
+            lexer = part.startswith(("pygments/lexers/", "pygments/styles/")) and not file.stem.startswith(
+                ("_", "python", "diff")
+            )
+            if part.endswith(".py") and not part.startswith("..") and not lexer:
+                files[part] = Path(str(file.locate())).read_bytes()
+    return _zip(files)

@@ -1,0 +1,83 @@
+"""Boxes of a server that speaks SandboxFusion's `/run_code`. How well they isolate is the server's affair."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from typing import Any
+
+from typing_extensions import override
+
+from drumroll.config.sandbox import SandboxConfig
+from drumroll.errors import ConfigError, MissingExtra
+from drumroll.sandbox import Limits, SandboxError, box
+from drumroll.sandbox.grading import Grader, Job, decode_reply
+
+try:
+    import httpx
+except ImportError:
+    raise MissingExtra("sandbox.backend: http", "code") from None
+
+START = """import base64, os, subprocess, sys
+job = base64.b64decode(sys.stdin.read())
+done = subprocess.run([sys.executable, "-I", "-B", "-X", "utf8", "box.zip"], input=job, stdout=subprocess.PIPE)
+print(base64.b64encode(done.stdout).decode())
+"""
+"""What the server runs: our supervisor, from a zip beside it, with the job from standard input."""
+TRIES = 3
+OVERHEAD = 20.0
+
+
+class HttpSandbox(Grader):
+    """Posts each run to `url`; a server that does not answer is tried again."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        if config.url is None:
+            raise ConfigError("sandbox.backend: http needs sandbox.url, the address of a SandboxFusion server.")
+        self.url = f"{config.url.rstrip('/')}/run_code"
+        self.limits = Limits(seconds=config.seconds, memory_mb=config.memory_mb)
+        self._places = asyncio.Semaphore(config.workers or 4 * (os.cpu_count() or 1))
+        self._client = httpx.AsyncClient(timeout=None)
+
+    @override
+    async def carry(self, job: Job) -> dict[str, Any] | None:
+        async with self._places:
+            answer = await self._post(self._request(job), job.limits.seconds + 2 * OVERHEAD)
+        result = answer.get("run_result") or {}
+        if result.get("status") == "TimeLimitExceeded":
+            return {"late": True}
+        return decode_reply((result.get("stdout") or "").strip())
+
+    def _request(self, job: Job) -> dict[str, Any]:
+        files = {"box.zip": box.code("once")}
+        if job.needs_pytest:
+            files |= {"pytest.zip": box.pytest(), "test_program.py": box.STUB}
+        return {
+            "language": "python",
+            "code": START,
+            "stdin": base64.b64encode(job.message()).decode(),
+            "run_timeout": job.limits.seconds + OVERHEAD,
+            "files": {name: base64.b64encode(data).decode() for name, data in files.items()},
+        }
+
+    async def _post(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        said = ""
+        for attempt in range(TRIES):
+            await asyncio.sleep(attempt)
+            try:
+                async with asyncio.timeout(seconds):
+                    response = await self._client.post(self.url, json=request)
+                response.raise_for_status()
+                answer: dict[str, Any] = response.json()
+                if answer.get("status") != "SandboxError":
+                    return answer
+                said = str(answer.get("message"))[:300]
+            except (httpx.HTTPError, ValueError, TimeoutError) as error:
+                said = f"{type(error).__name__} {error}".strip()
+        raise SandboxError(f"sandbox.url: {self.url} did not run a program in {TRIES} tries: {said}.")
+
+    @override
+    async def close(self) -> None:
+        """End the connections."""
+        await self._client.aclose()

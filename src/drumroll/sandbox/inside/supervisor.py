@@ -1,0 +1,187 @@
+"""One run: read the job, start the program and perhaps its examiner, watch their limits, report."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from . import examiner, program
+from .link import receive, send
+
+TICK = 0.05
+"""Seconds between looks at memory and files."""
+MOST_FILES = 10_000
+TAIL = 16_000
+BEGUN = b"B"
+
+
+def supervise(jobs: int, replies: int, own: frozenset[int], *, contained: bool) -> list[int]:
+    """Do one job from the pipe and write the reply; returns the processes started. `own` are ours, not the program's."""
+    job = receive(jobs)
+    job["limits"]["contained"] = contained
+    exam = job["mode"] == "exam"
+    out, out_end = os.pipe()
+    err, err_end = os.pipe()
+    asked, ask_end = os.pipe()
+    answer_end, answered = os.pipe()
+    given = tempfile.TemporaryFile(dir="/tmp")  # noqa: SIM115  closed when the program has it
+    given.write(job.pop("stdin").encode(errors="replace"))
+    given.seek(0)
+    os.write(replies, BEGUN)
+    pids = [_fork(program.be, (job,), (given.fileno(), out_end, err_end, *((asked, answered) if exam else ())))]
+    private = receive(jobs)  # only now: the program has no copy of it
+    verdicts, verdict_end = os.pipe()
+    said, said_end = os.pipe()  # not the program's, which could read along
+    if exam:
+        null = os.open(os.devnull, os.O_RDONLY)
+        ends = (null, said_end, said_end, answer_end, ask_end, verdict_end)
+        pids.append(_fork(examiner.be, (job["limits"], private), ends))
+    for fd in (out_end, err_end, asked, ask_end, answer_end, answered, verdict_end, said_end):
+        os.close(fd)
+    given.close()
+    watch = Watch(job["limits"], pids[0], (said, out, err), verdicts if exam else None, own | {os.getpid(), *pids[1:]})
+    send(replies, {"nonce": private["nonce"], **watch.run()})
+    return pids
+
+
+def _fork(be: Callable[..., NoReturn], arguments: Sequence[Any], fds: Sequence[int]) -> int:
+    """A child that has these descriptors as 0, 1, 2, ... and no other."""
+    sys.stdout.flush()
+    if (pid := os.fork()) != 0:
+        return pid
+    try:
+        for place, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in fds]):
+            os.dup2(fd, place)
+        os.closerange(len(fds), 1024)
+        be(*arguments)
+    finally:
+        os._exit(1)
+
+
+class Watch:
+    """Reads what the program prints until it ends or passes a limit."""
+
+    def __init__(
+        self, limits: dict[str, Any], pid: int, texts: tuple[int, int, int], verdicts: int | None, own: frozenset[int]
+    ) -> None:
+        self.limits, self.pid, self.own = limits, pid, own
+        self.texts, self.verdicts = texts, verdicts
+        self.read: dict[int, bytearray] = {fd: bytearray() for fd in (*texts, *([] if verdicts is None else [verdicts]))}
+        self.printed = 0
+        self.base = _resident(os.getpid())
+
+    def run(self) -> dict[str, Any]:
+        """The report."""
+        began = time.monotonic()
+        ended = os.pidfd_open(self.pid)
+        why = self._wait(began, ended if self.verdicts is None else None)
+        seconds = time.monotonic() - began
+        if why == "ended":
+            self._drain()
+            if self.printed > self.limits["output_kb"] << 10:
+                why = "output"
+            elif self.verdicts is not None:
+                self._linger(ended)
+        said, out, err = self.texts
+        return {
+            "why": why,
+            "exit": self._exit(),
+            "seconds": round(seconds, 6),
+            "stdout": (self.read[said] + self.read[out]).decode(errors="replace"),
+            "stderr": self.read[err][-TAIL:].decode(errors="replace"),
+            "verdicts": [] if self.verdicts is None else _messages(self.read[self.verdicts]),
+        }
+
+    def _wait(self, began: float, ended: int | None) -> str:
+        poll = select.poll()
+        for fd in (*self.read, *([] if ended is None else [ended])):
+            poll.register(fd, select.POLLIN)
+        last, look = began + self.limits["seconds"], began + TICK
+        while True:
+            now = time.monotonic()
+            if now >= last:
+                return "timeout"
+            if now >= look:
+                look = now + TICK
+                if self._memory() > self.limits["memory_mb"] << 20 or self._files() > MOST_FILES:
+                    return "memory"
+            for fd, _ in poll.poll(1000 * max(0.001, min(last, look) - now)):
+                if fd == ended:
+                    return "ended"
+                if not self._take(fd):
+                    poll.unregister(fd)
+                    if fd == self.verdicts:
+                        return "ended"
+            if self.printed > self.limits["output_kb"] << 10:
+                return "output"
+
+    def _take(self, fd: int) -> bool:
+        data = os.read(fd, 1 << 16)
+        kept = self.read[fd]
+        kept += data
+        if fd == self.texts[2]:
+            del kept[:-TAIL]
+        if fd != self.verdicts:
+            self.printed += len(data)
+        return bool(data)
+
+    def _drain(self) -> None:
+        """What is still in the pipes; a process that goes on printing is not waited for."""
+        for fd in self.texts:
+            os.set_blocking(fd, False)
+            with contextlib.suppress(BlockingIOError):
+                while self.printed <= self.limits["output_kb"] << 10 and self._take(fd):
+                    pass
+
+    def _linger(self, ended: int) -> None:
+        """Where the program's end is what ended the tests, wait to learn how it ended."""
+        assert self.verdicts is not None
+        found = _messages(self.read[self.verdicts])
+        if not found or found[-1].get("why") == examiner.PROGRAM_ENDED:
+            select.select([ended], [], [], 2.0)
+
+    def _exit(self) -> int | None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+    def _memory(self) -> int:
+        """Bytes of all processes of the program, beyond what it shared at its start."""
+        pids = [self.pid]
+        if self.limits["contained"]:
+            pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in self.own]
+        return sum(max(0, _resident(pid) - self.base) for pid in pids)
+
+    def _files(self) -> int:
+        if not self.limits["contained"]:
+            return 0
+        found = os.statvfs("/tmp")
+        return found.f_files - found.f_ffree
+
+
+def _resident(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def _messages(data: bytearray) -> list[dict[str, Any]]:
+    """The whole messages in a buffer."""
+    found, place = [], 0
+    while place + 4 <= len(data):
+        end = place + 4 + struct.unpack_from("<I", data, place)[0]
+        if end > len(data):
+            break
+        found.append(json.loads(data[place + 4 : end]))
+        place = end
+    return found
