@@ -3,6 +3,10 @@
 import asyncio
 import json
 import random
+import re
+import signal
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 
 import httpx
@@ -356,3 +360,38 @@ def test_tools_are_shown_called_and_answered():
         await house.close()
 
     play(scene())
+
+
+def test_the_command_serves_records_and_ends_with_ctrl_c(tmp_path):
+    """What it prints works as it is."""
+    record = tmp_path / "calls.jsonl"
+    command = [sys.executable, "-u", "-m", "drumroll", "serve", "tiny", "--record", str(record)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as server:
+        try:
+            said = ""
+            while "print(" not in said:
+                line = server.stdout.readline()
+                assert line, said
+                said += line
+            example = said[said.index("import openai") :]
+            answer = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120)
+            assert answer.returncode == 0, answer.stderr
+            assert re.search(r"http://127\.0\.0\.1:\d+/v1; Ctrl-C ends it\. Token: \S{20,}", said)
+            server.send_signal(signal.SIGINT)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+    (line,) = record.read_text().splitlines()
+    call = json.loads(line)
+    assert call["sample"] == "my-sample"
+    assert call["messages"][-1]["content"] == answer.stdout.removesuffix("\n")
+    assert len(call["written"]) == len(call["logprobs"]) == len(call["versions"])
+
+
+def test_what_cannot_be_served_is_said(drumroll, tmp_path):
+    code, _, err = drumroll("serve", str(tmp_path / "nothing.yaml"))
+    assert code == 2
+    assert "cannot read the recipe" in err
+    code, _, err = drumroll("serve", str(tmp_path / "nothing"))
+    assert code == 2
+    assert "there is no directory" in err

@@ -23,14 +23,13 @@ from drumroll.registry import import_path
 from drumroll.rewards import Meter, check_value
 from drumroll.rollout.lifecycle import SampleFailed
 from drumroll.rollout.router import Router
-from drumroll.sample import GREEDY, Failure, Sample, StopReason, sample_seed
+from drumroll.sample import ENVIRONMENT, GREEDY, Failure, Sample, StopReason, sample_seed
 from drumroll.serve.caller import LIMITS, Caller, Served
 from drumroll.serve.endpoint import Endpoint
 from drumroll.serve.loops import AgentLoop
 from drumroll.serve.protocol import Refused
 from drumroll.serve.writing import Line
 
-ENVIRONMENT = "environment"
 GIVEN = ("client", "base_url", "api_key", "model", "task", "seed")
 """What an agent may ask for besides the columns of its row."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -142,8 +143,11 @@ print(answer.choices[0].message.content)
 
 
 async def serve(config: AnyConfig, say: Callable[[str], None], **where: Any) -> None:
-    """Serve until cancelled; the token is said once, with an example that works as it is."""
+    """Serve until Ctrl-C; the token is said once, with an example that works as it is."""
     async with serving(config, **where) as endpoint:
         say(f"serving {endpoint.served.name} at {endpoint.url}/v1; Ctrl-C ends it. Token: {endpoint.token}")
         say(EXAMPLE.format(url=endpoint.url, token=endpoint.token, model=endpoint.served.name, content="12+7="))
-        await asyncio.Event().wait()
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        await stop.wait()
