@@ -154,7 +154,7 @@ def test_a_plain_call_says_what_the_engine_wrote():
 def test_streaming_says_the_same(options):
     async def scene():
         async with opened() as house, house.client() as client:
-            for seed in range(3):
+            for seed in range(2):
                 whole = await say(client, [user("hi")], max_tokens=60, seed=seed, **options)
                 stream = await say(
                     client,
@@ -187,8 +187,8 @@ def test_streaming_says_the_same(options):
 def test_only_who_has_the_token_is_served():
     async def scene():
         async with opened() as house:
-            for key in ("wrong", "ключ", "x y"):
-                headers = {"Authorization": f"Bearer {key}".encode()}
+            for key in (b"wrong", "ключ".encode(), b"\xff", house.endpoint.token[:-1].encode()):
+                headers = {"Authorization": b"Bearer " + key}
                 async with httpx.AsyncClient(headers=headers) as http:
                     for path in ("/v1/models", "/s/x/traces", "/v1/chat/completions", "/nowhere"):
                         assert (await http.get(house.endpoint.url + path)).status_code == 401
@@ -298,7 +298,7 @@ def test_twenty_agents_at_once_are_recorded_token_by_token():
         choose = random.Random(number)
         talks = [[user(f"q{number}")]]
         async with house.client(f"a{number}") as client:
-            for turn in range(6):
+            for turn in range(4):
                 talk = choose.choice(talks[-3:])
                 options = {"max_tokens": choose.randint(1, 20), "n": choose.choice([1, 1, 2])}
                 if choose.random() < 0.2:
@@ -325,7 +325,7 @@ def test_twenty_agents_at_once_are_recorded_token_by_token():
             while house.router.busy():
                 await asyncio.sleep(0.01)
             forks = [house.check_record(f"a{number}") for number in range(20)]
-            assert sum(map(len, forks)) > 40
+            assert sum(map(len, forks)) > 30
 
     play(scene())
 

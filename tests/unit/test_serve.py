@@ -46,6 +46,7 @@ def test_a_request_is_read_and_nulls_are_left_out():
         ({"response_format": {"type": "json_object"}}, "invalid_value", "response_format.type"),
         ({"n": 0}, "invalid_value", "n"),
         ({"messages": []}, "invalid_value", "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_value", "messages.0.content.0.text"),
     ],
 )
 def test_what_is_not_supported_is_said(values, code, param):

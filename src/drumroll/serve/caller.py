@@ -104,6 +104,8 @@ class Caller:
         messages, sampling = body.conversation(), self._sampling(body)
         parent, added = self._place(messages, shown)
         tokens = [*(() if parent is None else parent.after()), *added]
+        if not tokens:
+            raise Refused(400, "the messages are empty.", param="messages")
         if len(tokens) >= self.served.context:
             raise Refused(
                 400,

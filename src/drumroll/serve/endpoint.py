@@ -61,7 +61,9 @@ class Endpoint:
         """Let in who has the token, and put every refusal into the protocol's shape."""
         try:
             given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-            if request.path != "/health" and not hmac.compare_digest(given.encode(), self.token.encode()):
+            if request.path != "/health" and not hmac.compare_digest(
+                given.encode("utf-8", "surrogateescape"), self.token.encode()
+            ):
                 raise Refused(
                     401, "the API key is missing or wrong; give the token that the server printed.", code="invalid_api_key"
                 )
@@ -134,8 +136,6 @@ class _Stream:
                 await self._end(i, choice)
             if self.asked.body.stream_options.include_usage:
                 await self.response.write(event({**self.head, "choices": [], "usage": _usage(self.asked, choices)}))
-        except ConnectionError:
-            raise
         except Exception as error:
             await self.response.write(event((error if isinstance(error, Refused) else _fault(error)).body))
         await self.response.write(event("[DONE]"))

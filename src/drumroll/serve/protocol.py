@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from drumroll.sample import Message, StopReason
 
@@ -30,9 +30,14 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _sound(text: str) -> str:
+    text.encode()  # half a surrogate pair is no text, and this says so
+    return text
+
+
 class _Part(BaseModel):
     type: Literal["text"]
-    text: str
+    text: Annotated[str, AfterValidator(_sound)]
 
 
 class _Function(BaseModel):
