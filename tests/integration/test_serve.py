@@ -15,14 +15,15 @@ import pytest
 from test_data import TEMPLATE
 
 from drumroll.data.render import Renderer
-from drumroll.engines import Completion
+from drumroll.engines import Completion, Sampling
 from drumroll.engines.native import NativeEngine
 from drumroll.models import loading
 from drumroll.rollout.router import Router
 from drumroll.sample import Owner
-from drumroll.serve.caller import Served
+from drumroll.serve.caller import Caller, Served
 from drumroll.serve.endpoint import Endpoint
 from drumroll.serve.standalone import Callers
+from drumroll.serve.writing import Line
 
 CHAT = TEMPLATE.replace("</>", "<eos>")
 TOOLS = "{% if tools %}[{{ tools[0].function.name }}]{% endif %}" + CHAT
@@ -326,6 +327,47 @@ def test_twenty_agents_at_once_are_recorded_token_by_token():
                 await asyncio.sleep(0.01)
             forks = [house.check_record(f"a{number}") for number in range(20)]
             assert sum(map(len, forks)) > 30
+
+    play(scene())
+
+
+def test_a_run_samples_as_it_does_and_says_once_what_it_ignores():
+    async def scene():
+        async with opened() as house, house.client() as client:
+            served, notices = house.callers.served, []
+            served.notify = notices.append
+            line = Line(house.router.generate, served.decode, "s")
+            own = Caller("s", served, line, Sampling(0.0, 5), lambda number, index, asked: number, fixed=True, turns=3)
+            house.endpoint.find = lambda name: own
+            for most in (50, 50, 2):
+                wanted = {"temperature": 2.0, "presence_penalty": 1.0, "top_p": 1.0, "seed": 3}
+                await say(client, [user("hi")], max_tokens=most, **wanted)
+            first, second, third = (call.written.tokens for call in own.calls.all)
+            assert first == second
+            assert first[:2] == third[:2]
+            assert [len(first) <= 5, len(third) <= 2] == [True, True]
+            assert [notice.split("=")[0] for notice in sorted(notices)] == [
+                f"an agent asked for {name}" for name in ("presence_penalty", "seed", "temperature")
+            ]
+            with pytest.raises(openai.BadRequestError, match="has had its 3 completions") as refused:
+                await say(client, [user("hi")])
+            assert refused.value.code == "max_turns"
+            own.close()
+
+    play(scene())
+
+
+def test_a_sample_that_is_over_ends_its_calls():
+    async def scene():
+        async with opened(context=1000) as house, house.client() as client:
+            call = asyncio.ensure_future(say(client, [user("hi")], max_tokens=900))
+            while not house.router.busy():
+                await asyncio.sleep(0.01)
+            house.callers.find("s").close()
+            with pytest.raises(openai.NotFoundError, match="this sample is over"):
+                await call
+            while house.router.busy():
+                await asyncio.sleep(0.01)
 
     play(scene())
 
