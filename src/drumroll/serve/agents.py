@@ -104,7 +104,7 @@ class AgentEpisode:
     async def begin(self) -> bool:
         """Run the agent to its end."""
         sample = self.sample
-        sample.traces, sample.turns, sample.success = [], [], None
+        sample.traces, sample.turns, sample.notes, sample.success = [], [], [], None
         async with self.agents.gate:
             await self.agents.listen()
             reward, stop = await self._play()
