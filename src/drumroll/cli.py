@@ -288,6 +288,25 @@ def rollout(target: str, overrides: tuple[str, ...], human: bool, seed: int, bat
     click.echo(f"rollouts {run.path / 'rollouts'}\nlook     drumroll run samples {run.path}")
 
 
+@cli.command()
+@click.argument("target", metavar="MODEL|RECIPE|RUN")
+@click.argument("overrides", nargs=-1)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=0, type=click.IntRange(0, 65535), help="Port to listen on. Default: a free one.")
+@click.option("--token", help="What callers must give as API key. Default: a new one, printed.")
+@click.option(
+    "--record", type=click.Path(path_type=Path, dir_okay=False), help="Append every call to this file, with its tokens."
+)
+def serve(target: str, overrides: tuple[str, ...], host: str, port: int, token: str | None, record: Path | None) -> None:
+    """Open an OpenAI-compatible endpoint for a model, with OVERRIDES of its config, until Ctrl-C."""
+    import asyncio
+
+    from drumroll.serve.standalone import config_of
+    from drumroll.serve.standalone import serve as start
+
+    asyncio.run(start(config_of(target, overrides), click.echo, host=host, port=port, token=token, record=record))
+
+
 @check.command("machine")
 @click.option("--json", "as_data", is_flag=True, help="Print everything found as JSON, in bytes.")
 def check_machine(as_data: bool) -> None:

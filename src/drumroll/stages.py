@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from drumroll.config.environment import NONE
 from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
-from drumroll.envs.episodes import Episodes
+from drumroll.envs.episodes import Agents, Episodes
 from drumroll.envs.metrics import describe_episodes
 from drumroll.learners import Learner, Metrics, Update
 from drumroll.learners.totals import merge
@@ -52,9 +53,20 @@ def open_episodes(config: AnyConfig, workers: Workers, *, seed: int) -> Episodes
         return None
     context = context_length(config)
     renderer = Renderer(workers.tokenizer)
-    episodes = Episodes(config.environment, seed, renderer, decoder(workers), context, workers.open_pool)
+    agents = partial(open_agents, config, workers, seed)
+    episodes = Episodes(config.environment, seed, renderer, decoder(workers), context, workers.open_pool, agents)
     workers.closing.append(episodes.close)
     return episodes
+
+
+def open_agents(config: RLConfig, workers: Workers, seed: int) -> Agents:
+    """The endpoint for agents; opened only where a row is played by one."""
+    from drumroll.serve import agents
+    from drumroll.serve.caller import Served
+
+    renderer = Renderer(workers.tokenizer)
+    served = Served(config.name, renderer, decoder(workers), context_length(config), lambda text: workers.notify(text))
+    return agents.Agents(config.environment, config.rollout, seed, served, workers.router)
 
 
 def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listener] = ()) -> Rollouts:

@@ -13,7 +13,7 @@ class EnvironmentConfig(Section):
     """Multi-turn episodes. A dataset may name an environment of its own (`data.train.<name>.environment`)."""
 
     use: str | None = None
-    """A built-in by name, or `module:Class`. Default: prompts are answered once."""
+    """A built-in by name, `module:Class`, or an agent that calls the model itself, `agent:module:function`. Default: prompts are answered once."""
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     mode: Literal["trajectory", "step"] = "trajectory"
@@ -33,7 +33,9 @@ class EnvironmentConfig(Section):
     reset_timeout: float = Field(60.0, gt=0)
     """Seconds that starting an episode may take."""
     step_timeout: float = Field(30.0, gt=0)
-    """Seconds that one step may take."""
+    """Seconds that one step may take; of an agent, the time between two calls."""
+    agents: int = Field(64, ge=1)
+    """Agents at work at once."""
     format_penalty: float = Field(0.0, ge=0)
     """Taken from the reward for every turn that the environment could not read (`malformed`)."""
     invalid_penalty: float = Field(0.0, ge=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from drumroll.errors import DataError, TemplateError
@@ -42,9 +43,9 @@ class Renderer:
         ends = [i for i, token in enumerate(answer) if token == self._eos()]
         return answer[: ends[-1] + 1] if ends else [*answer, self._eos()]
 
-    def text(self, turns: list[Message]) -> str:
-        """A conversation as text, up to where the model's answer begins."""
-        return self._apply(turns, add_generation_prompt=True)
+    def text(self, turns: list[Message], tools: Sequence[Any] = ()) -> str:
+        """A conversation as text, up to where the model's answer begins; with the tools that the model may call."""
+        return self._apply(turns, add_generation_prompt=True, **({"tools": list(tools)} if tools else {}))
 
     def _turns(self, content: Content, chat: bool | None, system: str | None) -> list[Message] | None:
         """The conversation to render, or None for plain text."""
@@ -57,9 +58,9 @@ class Renderer:
         turns = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         return turns if system is None else [{"role": "system", "content": system}, *turns]
 
-    def _apply(self, turns: list[Message], *, add_generation_prompt: bool) -> str:
+    def _apply(self, turns: list[Message], **options: Any) -> str:
         try:
-            return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+            return self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
         except Exception as error:
             raise DataError(f"the chat template of {self.name} refused a conversation: {error}.") from error
 

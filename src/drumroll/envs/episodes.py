@@ -10,20 +10,30 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from drumroll.cluster.pool import RemoteError
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.data.conversation import Conversation, check_template
 from drumroll.data.render import Renderer
+from drumroll.engines import Sampling
 from drumroll.envs import Observation, Step
-from drumroll.envs.host import find
+from drumroll.envs.host import agent_path, find
 from drumroll.envs.places import Place, Places
 from drumroll.rewards import Pool
 from drumroll.rollout.lifecycle import SampleFailed
+from drumroll.rollout.scheduler import Episode as Playing
 from drumroll.sample import ENVIRONMENT, Failure, Owner, Sample, Scene, StopReason, Trace, Turn, episode_seed
 
 T = TypeVar("T")
+
+
+class Agents(Protocol):
+    """Opens episodes that are played by a user's agent."""
+
+    def find(self, use: str) -> Callable[..., Any]: ...
+    def open(self, sample: Sample, seed: int, stream: str, sampling: Sampling | None) -> Playing: ...
+    async def close(self) -> None: ...
 
 
 class Episodes:
@@ -37,6 +47,7 @@ class Episodes:
         decode: Callable[[list[int]], str],
         context: int,
         open_pool: Callable[[int], Pool],
+        open_agents: Callable[[], Agents] | None = None,
     ) -> None:
         self.config = config
         self.seed = seed
@@ -45,24 +56,41 @@ class Episodes:
         self.context = context
         self.places = Places(config, open_pool)
         self._stable: set[tuple[bool | None, str | None]] = set()
-        if config.use is not None:
-            find(config.use)  # a wrong name is told before anything starts
+        self._open_agents = open_agents
+        self._agents: Agents | None = None
+        if config.use is not None:  # a wrong name is told before anything starts
+            _ = self.agents.find(config.use) if agent_path(config.use) else find(config.use)
 
-    def open(self, sample: Sample, stream: str = "train") -> Episode | None:
-        """The episode of a sample, or None when its prompt is answered once. A row's own `seed` column wins."""
+    def open(self, sample: Sample, stream: str = "train", sampling: Sampling | None = None) -> Playing | None:
+        """The episode of a sample, or None when its prompt is answered once. A row's own `seed` column wins.
+
+        An agent makes its calls itself, so it is told how to sample; by default as in training.
+        """
         scene = sample.prompt.scene
         if scene is None:
             return None
+        own = sample.prompt.columns.get("seed")
+        seed = episode_seed(self.seed, stream, sample.draw) if own is None else int(own)
+        if agent_path(scene.use) is not None:
+            return self.agents.open(sample, seed, stream, sampling)
         if self.config.mode == "trajectory" and (scene.chat, scene.system) not in self._stable:
             check_template(self.renderer, chat=scene.chat, system=scene.system)
             self._stable.add((scene.chat, scene.system))
-        own = sample.prompt.columns.get("seed")
-        seed = episode_seed(self.seed, stream, sample.draw) if own is None else int(own)
         return Episode(self, sample, scene, seed, self.places.open(scene))
+
+    @property
+    def agents(self) -> Agents:
+        """Those who open episodes of agents; made when the first is named."""
+        if self._agents is None:
+            assert self._open_agents is not None, "agents need an endpoint"
+            self._agents = self._open_agents()
+        return self._agents
 
     async def close(self) -> None:
         """End all processes."""
         await self.places.close()
+        if self._agents is not None:
+            await self._agents.close()
 
 
 class Episode:

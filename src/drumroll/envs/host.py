@@ -43,6 +43,12 @@ def find(use: str) -> Callable[..., Environment]:
     return ENVIRONMENTS.get(use)
 
 
+def agent_path(use: str) -> str | None:
+    """The `module:function` of an agent, if `use` names one: `agent:module:function`."""
+    kind, _, path = use.partition(":")
+    return path if kind == "agent" and ":" in path else None
+
+
 def exists(name: str) -> bool:
     """Whether an environment is registered under a name; the built-ins are when one is first asked for."""
     if ":" not in name and name not in ENVIRONMENTS.parts and importlib.util.find_spec(BUILT_IN) is not None:

@@ -136,7 +136,7 @@ class Loop:
             self._loop = None
 
 
-async def in_thread(function: Callable[[], T], seconds: float) -> T:
+async def in_thread(function: Callable[[], T], seconds: float | None) -> T:
     """The function's result; past the deadline its thread is left behind, and ends with the process at the latest."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

@@ -108,7 +108,7 @@ class Evaluator:
 
     async def attempt(self, sample: Sample, sampling: Sampling, count: int, name: str, stream: str) -> None:
         """One completion, or one episode, which starts the same at every step."""
-        episode = self.episodes.open(sample, f"eval/{name}") if self.episodes is not None else None
+        episode = self.episodes.open(sample, f"eval/{name}", sampling) if self.episodes is not None else None
         if episode is None:
             trace = Trace()
             trace.extend(list(sample.prompt.tokens), Owner.PROMPT)

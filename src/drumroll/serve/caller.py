@@ -1,0 +1,231 @@
+"""A caller: one sample's conversations with the model. It answers requests and keeps what was seen and written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from drumroll.data.render import Renderer
+from drumroll.engines import Completion, Sampling
+from drumroll.errors import DataError
+from drumroll.sample import Message, StopReason
+from drumroll.serve import tools
+from drumroll.serve.chat import following, marks, whole
+from drumroll.serve.protocol import Body, Refused
+from drumroll.serve.traces import Call, Calls
+from drumroll.serve.writing import Line
+
+T = TypeVar("T")
+
+
+@dataclass
+class Served:
+    """What is served: a model under a name, its texts as tokens, and how many it can hold."""
+
+    name: str
+    renderer: Renderer
+    decode: Callable[[list[int]], str]
+    context: int
+    notify: Callable[[str], None] = lambda text: None
+    recorded: Callable[[Caller, Call, list[Message]], None] = lambda caller, call, messages: None
+    told: set[str] = field(default_factory=set)
+
+    def ignores(self, name: str, value: Any, own: Any) -> None:
+        """A parameter that a run does not take from its agents is told of once."""
+        if name not in self.told:
+            self.told.add(name)
+            instead = "this run chooses tokens without it" if own is None else f"this run samples with {name}={own:g}"
+            self.notify(f"an agent asked for {name}={value}, which is ignored while training: {instead}.")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that can be served: the call that it stands on, the tokens it adds, and how to go on from there."""
+
+    messages: list[Message]
+    tools: list[Any]
+    parent: Call | None
+    added: list[int]
+    tokens: list[int]
+    sampling: Sampling
+    body: Body
+    first: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer: the message, and the completion that it was read from."""
+
+    message: Message
+    written: Completion
+
+
+class Caller:
+    """Whoever calls on behalf of one sample.
+
+    With `fixed` sampling the run decides how tokens are chosen; the caller may only want fewer of them, and stop strings.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        served: Served,
+        line: Line,
+        sampling: Sampling,
+        seed: Callable[[int, int, int | None], int],
+        *,
+        fixed: bool,
+        turns: int | None = None,
+    ) -> None:
+        self.name = name
+        self.served = served
+        self.line = line
+        self.sampling = sampling
+        self.seed = seed
+        self.fixed = fixed
+        self.turns = turns
+        self.calls = Calls()
+        self.last = ""  # the text of the last answer
+        self.closed = False
+        self._begun = 0
+        self._work: set[asyncio.Task[Any]] = set()
+
+    # --- a request ---
+
+    def ask(self, body: Body) -> Asked:
+        """Check a request and render what it adds to the conversation it extends."""
+        shown = body.shown_tools()
+        self._check_tools(shown)
+        if self.turns is not None and self._begun + body.n > self.turns:
+            raise Refused(400, f"this sample has had its {self.turns} completions (environment.max_turns).", code=TURNS)
+        messages, sampling = body.conversation(), self._sampling(body)
+        parent, added = self._place(messages, shown)
+        tokens = [*(() if parent is None else parent.after()), *added]
+        if not tokens:
+            raise Refused(400, "the messages are empty.", param="messages")
+        if len(tokens) >= self.served.context:
+            raise Refused(
+                400,
+                f"the messages have {len(tokens)} tokens, and with the completion the most is {self.served.context}; shorten them.",
+                code=CONTEXT,
+                param="messages",
+            )
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, self.served.context - len(tokens)))
+        first, self._begun = self._begun, self._begun + body.n
+        return Asked(messages, shown, parent, added, tokens, sampling, body, first)
+
+    async def answer(self, asked: Asked, heard: Callable[[int, Completion], Awaitable[None]] | None = None) -> list[Choice]:
+        """Generate all choices and note them; `heard` is told of each as it grows. Given up, it leaves nothing behind."""
+
+        def listener(index: int) -> Callable[[Completion], Awaitable[None]] | None:
+            return None if heard is None else lambda done: heard(index, done)
+
+        writing = [
+            self.line.write(
+                f"{self.name}/{asked.first + i}",
+                asked.tokens,
+                asked.sampling,
+                self.seed(asked.first + i, i, asked.body.seed),
+                listener(i),
+            )
+            for i in range(asked.body.n)
+        ]
+        written = await self._owned(_together(writing))
+        return [self._note(asked, i, done) for i, done in enumerate(written)]
+
+    def close(self) -> None:
+        """The sample is over: no further calls, and an end to those under way."""
+        self.closed = True
+        for task in self._work:
+            task.cancel()
+
+    # --- its parts ---
+
+    async def _owned(self, work: Coroutine[Any, Any, T]) -> T:
+        """Work that ends with the caller; who waits for it is then told, not cancelled."""
+        task = asyncio.ensure_future(work)
+        self._work.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self.closed:
+                raise Refused(404, "this sample is over.", code="sample_over") from None
+            raise
+        finally:
+            self._work.discard(task)
+
+    def _check_tools(self, shown: Sequence[Any]) -> None:
+        renderer = self.served.renderer
+        if shown and "tools" not in str(getattr(renderer.tokenizer, "chat_template", None)):
+            raise Refused(
+                400,
+                f"the chat template of {renderer.name} does not show tools to the model; call without `tools`.",
+                code="unsupported_parameter",
+                param="tools",
+            )
+
+    def _sampling(self, body: Body) -> Sampling:
+        """The run's own way, or the caller's."""
+        own, chosen, most = self.sampling, body.chosen(), body.most()
+        sampling = replace(own, max_tokens=min(own.max_tokens, most or own.max_tokens), stop=(*own.stop, *body.stops()))
+        if self.fixed:
+            for name, value in chosen.items():
+                kept = getattr(own, name, None)
+                if value != kept:
+                    self.served.ignores(name, value, kept)
+            return sampling
+        if wrong := [n for n in ("frequency_penalty", "presence_penalty", "logit_bias") if chosen.pop(n, None)]:
+            raise Refused(
+                400, f"'{wrong[0]}' is not supported here; leave it out.", code="unsupported_parameter", param=wrong[0]
+            )
+        chosen.pop("seed", None)
+        if "top_k" in chosen:
+            chosen["top_k"] = max(0, chosen["top_k"])
+        return replace(sampling, **chosen)
+
+    def _place(self, messages: list[Message], shown: list[Any]) -> tuple[Call | None, list[int]]:
+        """The call that a conversation goes on from, and the tokens after it; without one, all its tokens."""
+        renderer = self.served.renderer
+        try:
+            parent, covered = self.calls.find(marks(messages, shown))
+            if parent is not None:
+                added = following(renderer, messages, shown, covered, parent.written)
+                if added is not None:
+                    return parent, added
+            return None, whole(renderer, messages, shown)
+        except DataError as error:
+            raise Refused(400, str(error), param="messages") from None
+
+    def _note(self, asked: Asked, index: int, written: Completion) -> Choice:
+        """Keep a completion, and say it as a message."""
+        text = tools.cut(self.served.decode(written.tokens), asked.sampling.stop)
+        self.last = text
+        message: Message = {"role": "assistant", "content": text}
+        if asked.tools:
+            content, found = tools.split(text)
+            if found:
+                calls = found if asked.body.parallel_tool_calls else found[:1]
+                message = {"role": "assistant", "content": content or None, "tool_calls": []}
+                for i, call in enumerate(calls):
+                    function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+                    name = f"call_{asked.first + index}_{i}"
+                    message["tool_calls"].append({"id": name, "type": "function", "function": function})
+        conversation = [*asked.messages, message]
+        call = self.calls.add(asked.parent, asked.added, written, marks(conversation, asked.tools))
+        self.served.recorded(self, call, conversation)
+        return Choice(message, written)
+
+
+TURNS, CONTEXT = "max_turns", "context_length_exceeded"
+LIMITS = {TURNS: StopReason.TURNS, CONTEXT: StopReason.CONTEXT}
+"""Refusals that end an episode rather than fail it."""
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; when one fails, the others are given up."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each) for each in work]
+    return [task.result() for task in tasks]

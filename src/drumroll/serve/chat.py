@@ -1,0 +1,76 @@
+"""Conversations of the OpenAI protocol as tokens: the whole of one, or what follows a completion that is kept as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from drumroll.data.render import Renderer
+from drumroll.engines import Completion
+from drumroll.sample import Message, StopReason
+
+SENTINEL = "completion-as-sampled-0f7c2"
+"""Stands for the completion while a template is applied, to find what the template puts after it."""
+
+
+def marks(messages: Sequence[Message], tools: Sequence[Any]) -> list[str]:
+    """What identifies each message, however a client wrote it down; the tools belong to the first.
+
+    Blanks around what the model said are often lost on the way back, and mean nothing.
+    """
+    found = []
+    for i, message in enumerate(messages):
+        same = plain(message)
+        if same["role"] == "assistant":
+            same["content"] = same["content"].strip()
+        found.append(json.dumps([same, list(tools) if i == 0 else []], sort_keys=True))
+    return found
+
+
+def plain(message: Message) -> Message:
+    """A message as templates read it: its text, tool calls with their arguments as data, nothing that is empty."""
+    found: Message = {"role": message["role"], "content": message.get("content") or ""}
+    if message.get("tool_calls"):
+        found["tool_calls"] = [
+            {"type": "function", "function": {"name": c["function"]["name"], "arguments": _data(c["function"]["arguments"])}}
+            for c in message["tool_calls"]
+        ]
+    return found | {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
+
+
+def whole(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+    """Tokens of a conversation up to where the model writes; without a chat template, its texts end to end."""
+    if not renderer.has_template:
+        return list(renderer.prompt("".join(m["content"] for m in messages), chat=False))
+    return renderer.encode(renderer.text([plain(m) for m in messages], tools))
+
+
+def following(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any], covered: int, written: Completion
+) -> list[int] | None:
+    """Tokens between a completion, the last of the `covered` messages, and the next; None if the template does not keep it.
+
+    A template that shows earlier turns otherwise than they were (without their thoughts, say) asks for a new trace.
+    """
+    if not renderer.has_template:
+        return renderer.encode("".join(m["content"] for m in messages[covered:]))
+    turns = [plain(m) for m in messages]
+    said = turns[covered - 1]
+    before, now = renderer.text(turns[: covered - 1], tools), renderer.text(turns, tools)
+    kept = now.startswith(before) and now[len(before) :].lstrip().startswith(said["content"].strip())
+    stand_in: list[Message] = [*turns[: covered - 1], {"role": said["role"], "content": SENTINEL}, *turns[covered:]]
+    shown, found, rest = renderer.text(stand_in, tools).partition(SENTINEL)
+    if not (kept and found and shown == before and SENTINEL not in rest):
+        return None
+    tokens = renderer.encode(rest)
+    ended = written.tokens[-1] if written.stop is StopReason.EOS else None
+    return tokens[1:] if tokens and tokens[0] == ended else tokens  # the model ended its turn itself
+
+
+def _data(arguments: Any) -> Any:
+    """Arguments travel as text; templates want them as data."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments

@@ -1,0 +1,204 @@
+"""The endpoint's parts: requests, conversations as tokens, tool calls, completions in slices."""
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_data import TEMPLATE, chat_renderer
+
+from drumroll.data.render import Renderer
+from drumroll.engines import Completion, EngineLost, Request, Sampling
+from drumroll.models import tiny
+from drumroll.sample import StopReason
+from drumroll.serve import tools
+from drumroll.serve.chat import following, marks, whole
+from drumroll.serve.protocol import Refused, read
+from drumroll.serve.writing import SLICE, Line
+
+HI = {"role": "user", "content": "hi"}
+TOOLS = "{% if tools %}[{% for t in tools %}{{ t.function.name }}{% endfor %}]{% endif %}"
+CALLS = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
+WITH_TOOLS = TOOLS + TEMPLATE.replace("{{ m.content }}", "{{ m.content }}" + CALLS)
+THOUGHTLESS = TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('!')[-1] }}")
+
+
+# --- requests ---
+
+
+def body(**values):
+    return json.dumps({"messages": [HI], **values}).encode()
+
+
+def test_a_request_is_read_and_nulls_are_left_out():
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
+    assert read(body(messages=parts)).conversation() == [{"role": "system", "content": "hi"}]
+    asked = read(body(model="m", temperature=None, stop="x", max_completion_tokens=3, tool_choice="none", tools=[]))
+    assert (asked.stops(), asked.most(), asked.chosen(), asked.conversation()) == (("x",), 3, {}, [HI])
+
+
+@pytest.mark.parametrize(
+    ("values", "code", "param"),
+    [
+        ({"functions": []}, "unsupported_parameter", "functions"),
+        ({"top_logprobs": 3}, "invalid_value", "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "invalid_value", "response_format.type"),
+        ({"n": 0}, "invalid_value", "n"),
+        ({"messages": []}, "invalid_value", "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_value", "messages.0.content.0.text"),
+    ],
+)
+def test_what_is_not_supported_is_said(values, code, param):
+    with pytest.raises(Refused) as refused:
+        read(body(**values))
+    assert refused.value.status == 400
+    assert (refused.value.body["error"]["code"], refused.value.body["error"]["param"]) == (code, param)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b'"x"'])
+def test_a_body_that_is_no_request_is_refused(text):
+    with pytest.raises(Refused):
+        read(text)
+
+
+# --- conversations ---
+
+
+def test_equal_messages_have_equal_marks_however_they_are_written():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    other = {"id": "2", "function": {"name": "f", "arguments": {"a": 1}}}
+    first = [HI, {"role": "assistant", "tool_calls": [call], "content": " "}]
+    second = [HI, {"role": "assistant", "content": None, "tool_calls": [other], "refusal": None}]
+    assert marks(first, []) == marks(second, [])
+    assert marks(first, [])[1:] == marks(first, ["t"])[1:]
+    assert marks(first, [])[0] != marks(first, ["t"])[0]
+
+
+turns = st.lists(st.tuples(st.text("ab", max_size=4), st.text("xy", min_size=1, max_size=4)), min_size=1, max_size=4)
+
+
+@given(turns)
+def test_what_follows_completes_the_rendered_conversation(turns):
+    """What was seen, what was said and what follows, end to end, is the whole conversation, for a stable template."""
+    renderer = chat_renderer()
+    messages, seen = [HI], whole(renderer, [HI], [])
+    for said, observation in turns:
+        written = Completion(renderer.encode(said), stop=StopReason.LENGTH)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": observation}]
+        added = following(renderer, messages, [], len(messages) - 1, written)
+        assert added is not None
+        seen += [*written.tokens, *added]
+    assert seen == whole(renderer, messages, [])
+
+
+def test_the_end_of_turn_that_the_model_wrote_is_not_added_again():
+    renderer = chat_renderer(TEMPLATE.replace("</>", "<eos>"))
+    eos = renderer.tokenizer.eos_token_id
+    talk = [HI, {"role": "assistant", "content": "yo"}, HI]
+    ended, was_cut = Completion([5, eos], stop=StopReason.EOS), Completion([5, 6], stop=StopReason.LENGTH)
+    assert [eos, *following(renderer, talk, [], 2, ended)] == following(renderer, talk, [], 2, was_cut)
+
+
+def test_a_template_that_rewrites_turns_asks_for_a_new_trace():
+    talk = [HI, {"role": "assistant", "content": "thought!yo"}, HI]
+    assert following(chat_renderer(THOUGHTLESS), talk, [], 2, Completion([5])) is None
+    assert following(chat_renderer(), talk, [], 2, Completion([5])) is not None
+
+
+def test_tool_calls_are_kept_as_they_were_written():
+    renderer = chat_renderer(WITH_TOOLS)
+    function = [{"type": "function", "function": {"name": "f"}}]
+    said = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}]}
+    talk = [HI, said, {"role": "tool", "content": "2", "tool_call_id": "x"}]
+    assert renderer.tokenizer.decode(whole(renderer, [HI], function)) == "[f]<user>hi</><assistant>"
+    added = following(renderer, talk, function, 2, Completion([5]))
+    assert added is not None
+    assert renderer.tokenizer.decode(added) == "</><tool>2</><assistant>"
+
+
+def test_without_a_template_a_conversation_is_its_texts():
+    plain = Renderer(tiny.tokenizer())
+    talk = [HI, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    assert plain.tokenizer.decode(whole(plain, talk, [])) == "<bos>hiab"
+    assert plain.tokenizer.decode(following(plain, talk, [], 2, Completion([5]))) == "b"
+
+
+# --- tool calls ---
+
+
+def test_tool_calls_are_read_from_the_text():
+    one, two = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', '<tool_call>{"name": "g"}'
+    assert tools.split(f"so\n{one}{two}") == ("so", [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}])
+    for odd in ("plain", "<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", '<tool_call>{"x": 1}</tool_call>'):
+        assert tools.split(odd) == (odd, [])
+
+
+@given(st.text("ab<tol_c>\n ", max_size=30), st.lists(st.text("ab<", min_size=1, max_size=3), max_size=2), st.booleans())
+def test_what_is_shown_of_an_unfinished_text_stays(text, stops, use_tools):
+    whole_text = tools.cut(text, stops)
+    final = tools.split(whole_text)[0] if use_tools else whole_text
+    shown = ""
+    for end in range(len(text) + 1):
+        now = tools.settled(text[:end], stops, tools=use_tools)
+        assert now.startswith(shown) or shown.startswith(now)
+        shown = max(shown, now, key=len)
+    assert final.startswith(shown)
+
+
+# --- completions ---
+
+
+def scripted(tokens, *, stop=StopReason.EOS, faults=()):
+    """What a router gives whose engine writes these tokens wherever it begins; some of its calls fail."""
+    faults = list(faults)
+
+    async def generate(request: Request, key, place, seconds, started) -> Completion:
+        fault = faults.pop(0) if faults else None
+        if isinstance(fault, Exception):
+            raise fault
+        begin = len(request.tokens) - 1
+        most = request.sampling.max_tokens if fault is None else min(fault, request.sampling.max_tokens)
+        part = tokens[begin : begin + most]
+        ended = begin + len(part) == len(tokens)
+        reason = stop if ended else StopReason.LENGTH if fault is None else StopReason.ABORTED
+        return Completion(part, [-1.0] * len(part), [0] * len(part), reason)
+
+    return generate
+
+
+def write(generate, most=100, stop=(), heard=None):
+    decode = tiny.tokenizer().decode
+    sampling = Sampling(max_tokens=most, stop=stop)
+    return asyncio.run(Line(generate, decode, "k").write("w", [1], sampling, 0, heard))
+
+
+@given(st.lists(st.integers(3, 60), min_size=1, max_size=50), st.lists(st.integers(0, 20), max_size=4), st.booleans())
+def test_interruptions_and_slices_change_nothing(tokens, faults, listen):
+    told = []
+
+    async def heard(done):
+        told.append(list(done.tokens))
+
+    done = write(scripted(tokens, faults=faults), heard=heard if listen else None)
+    assert (done.tokens, done.stop) == (tokens, StopReason.EOS)
+    assert not listen or told[-1] == tokens
+    assert write(scripted(tokens), most=5).stop is (StopReason.LENGTH if len(tokens) > 5 else StopReason.EOS)
+
+
+def test_a_lost_engine_is_tried_again_within_the_budget():
+    assert write(scripted([5, 6], faults=[EngineLost("gone"), TimeoutError()])).tokens == [5, 6]
+    with pytest.raises(EngineLost):
+        write(scripted([5], faults=[EngineLost("gone")] * 3))
+
+
+def test_a_stop_string_over_a_boundary_ends_the_completion():
+    encode = Renderer(tiny.tokenizer()).encode
+    text = "a" * (SLICE - 1) + "stop" + "b" * 8
+
+    async def heard(done):
+        pass
+
+    done = write(scripted(encode(text), stop=StopReason.LENGTH), stop=("sto",), heard=heard)
+    assert tiny.tokenizer().decode(done.tokens) == "a" * (SLICE - 1) + "sto"
+    assert done.stop is StopReason.STOP_STRING
