@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from drumroll.envs import ENVIRONMENTS, Environment, Observation, Step
+from drumroll.envs.adapters import adapted, adapter_of
 from drumroll.rewards import BadReward, check_value
 
 INFO = ("success", "effective", "malformed", "state", "tool_error")
@@ -28,9 +29,9 @@ class BadAnswer(ValueError):
 
 
 def find(use: str) -> Callable[..., Environment]:
-    """The environment by name or `module:Class`."""
+    """The environment by name, by an adapter (`gymnasium:FrozenLake-v1`) or as `module:Class`."""
     exists(use)
-    return ENVIRONMENTS.get(use)
+    return adapted(use) or ENVIRONMENTS.get(use)
 
 
 def exists(name: str) -> bool:
@@ -42,8 +43,8 @@ def exists(name: str) -> bool:
 
 def where(use: str) -> str:
     """Where it runs: as it says itself; else coroutines on the event loop, all others in a process."""
-    make = find(use)
-    own = ENVIRONMENTS.traits(use).get("runs")
+    make, adapter = find(use), adapter_of(use)
+    own = adapter.runs if adapter else ENVIRONMENTS.traits(use).get("runs")
     return own or ("inline" if inspect.iscoroutinefunction(getattr(make, "step", None)) else "process")
 
 
