@@ -4,12 +4,12 @@ import asyncio
 import json
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from drumroll.envs.adapters import ADAPTERS, adapter_of
+from drumroll.envs.builtin import make
 from drumroll.envs.check import examine
 from drumroll.envs.host import Stage, find, where
 from drumroll.errors import ConfigError, MissingExtra
@@ -62,8 +62,7 @@ def test_names():
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "textarena", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(ADAPTERS, "textarena", ADAPTERS["textarena"]._replace(package="no_such_package"))
     with pytest.raises(MissingExtra, match=r"The environment textarena:X needs .*: pip install 'drumroll\[textarena\]'"):
         find("textarena:X")
 
@@ -124,7 +123,8 @@ def test_gymnasium_is_seeded(name):
 
 
 def test_gymnasium_passes_the_check():
-    assert "ends" in " ".join(passes("gymnasium:FrozenLake-v1"))
+    assert "a whole number from 0 to 1" in make("gymnasium:CartPole-v1").reset(0)
+    assert "go on differently" in passes("gymnasium:FrozenLake-v1")["seeds matter"]
     passes("gymnasium:Blackjack-v1")
 
 

@@ -13,7 +13,7 @@ class EnvironmentConfig(Section):
     """Multi-turn episodes. A dataset may name an environment of its own (`data.train.<name>.environment`)."""
 
     use: str | None = None
-    """A built-in by name, or `module:Class`. Default: prompts are answered once."""
+    """A built-in by name, an adapter's (`gymnasium:FrozenLake-v1`), or `module:Class`. Default: prompts are answered once."""
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     mode: Literal["trajectory", "step"] = "trajectory"

@@ -37,7 +37,7 @@ class Conversation:
                 f"the tokenizer of {renderer.name} has no chat template: give the dataset no `system` and no `chat: true`."
             )
         if self.chat and not isinstance(first, str) and first[0]["role"] == TOOLS:
-            self._teach(first[0], first[1:])
+            self._teach(first[0], first[1:] or [{"role": "user", "content": ""}])
 
     def prompt(self) -> list[int]:
         """Tokens of the first observation, up to the policy's first turn."""

@@ -48,7 +48,7 @@ class Gymnasium:
         """Make the environment anew, and say how to act in it."""
         self.chance = Chance(seed)
         with self.chance.own():
-            settings = self.settings | ({"render_mode": "ansi"} if self.render else {})
+            settings: dict[str, Any] = self.settings | ({"render_mode": "ansi"} if self.render else {})
             self.env = gymnasium.make(self.name, disable_env_checker=True, **settings)
             if not self.render:
                 describe(self.env.observation_space)  # or an error, before anything is played

@@ -157,10 +157,13 @@ class Mcp(ToolEpisode):
         super().__init__(**settings)
         self.server, self.env, self.seconds, self.shared = name, env, seconds, shared
         self.line: Line | None = None
+        self.closed = False
 
     async def reset(self, seed: int, **row: Any) -> list[Message]:
         """Connect, and show the server's tools and the row's task."""
         self.line = await _there((_one if self.shared else _opened)(self.server, self.env, self.seconds))
+        if self.closed:  # nobody waited for it
+            self.close()
         self.schemas = self.line.schemas
         return self.begin(seed, row)
 
@@ -171,5 +174,6 @@ class Mcp(ToolEpisode):
 
     @override
     def close(self) -> None:
+        self.closed = True
         if self.line is not None and not self.shared:
             asyncio.run_coroutine_threadsafe(self.line.close(), _loop())
