@@ -45,23 +45,6 @@ def test_functions_as_tools_in_a_run(tool_recipe):
     assert {s["reward"] for s in trained} <= {0.0, 1.0}
 
 
-@pytest.mark.slow
-def test_a_policy_that_calls_tools_learns_to_trust_them(tool_recipe, small):
-    """Taught to call `add` and to say anything then; what the tool says is read, and not trained on."""
-    taught = {"pipeline": "sft", "model": "tiny", "name": "taught", "steps": 250, "batch": 64, "optim": {"lr": 2e-3}}
-    taught |= {"data": {"train": {"calls": {"source": "toy_tools:calls"}}}, "output": small()["output"]}
-    start = package.train(taught)
-    run = package.train(tool_recipe(model=str(start.path / "model"), steps=12, rollout={"prompts": 8, "samples": 8}))
-    trained = [s for s in run.samples if s["fate"] == "trained"]
-    called = [s for s in trained if len(s["turns"]) == 2]
-    assert len(called) > len(trained) / 2
-    for sample in called:
-        [trace] = sample["traces"]
-        assert trace["owners"].count(Owner.ENVIRONMENT) in (1, 2)  # the sum's digits
-    before, after = run.summary["before"]["sums"], run.summary["after"]["sums"]
-    assert after > before, (before, after)
-
-
 def test_a_gymnasium_environment_is_trained_in(small):
     environment = {"use": "gymnasium:FrozenLake-v1", "args": {"actions": ["l", "d", "r", "u"]}, "max_turns": 3, "context": 600}
     recipe = small(environment=environment, reward={}, algorithm="starpo", steps=1, rollout={"prompts": 2, "max_tokens": 4})

@@ -88,14 +88,3 @@ def sums(split, seed):
     while True:
         a, b = rng.randint(0, 9), rng.randint(0, 9)
         yield {"prompt": f"{a}+{b}=", "answer": str(a + b)}
-
-
-def calls(split, seed):
-    """How to do such sums with `add`: call it, then say what it said, or half the time what comes to mind."""
-    rng = random.Random(f"calls/{split}/{seed}")
-    for row in sums(split, seed):
-        a, b = row["prompt"][:-1].split("+")
-        call = '<tool_call>{"name":"add","arguments":{"a":%s,"b":%s}}</tool_call>' % (a, b)  # noqa: UP031
-        yield {"prompt": row["prompt"], "completion": call}
-        said = row["answer"] if rng.random() < 0.5 else str(rng.randint(0, 18))
-        yield {"prompt": f"{row['prompt']}{call}<eos>{row['answer']}", "completion": said}
