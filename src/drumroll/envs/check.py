@@ -77,9 +77,7 @@ async def _inspect(use: str, args: dict[str, Any], seconds: float) -> list[tuple
     found.append(("answers", True, "an observation, then steps of the right types"))
     again = await _episode(use, args, 0)
     found.append(_same("same seed, same episode", first, again))
-    others = [await _episode(use, args, seed, most=1) for seed in range(1, 6)]
-    differ = sum(other[0] != first[0] for other in others)
-    found.append(("seeds matter", differ > 0, f"{differ} of {len(others)} other seeds begin differently"))
+    found.append(await _seeds(use, args, first))
     untouched = all(before in ("", after) for before, after in zip(globals_before, _global_state(), strict=True))
     found.append(("leaves the global generators alone", untouched, "" if untouched else "random or numpy.random was used"))
     found.append(await _odd_turns(use, args))
@@ -90,14 +88,27 @@ async def _inspect(use: str, args: dict[str, Any], seconds: float) -> list[tuple
     return [*found, await _speed(use, args)]
 
 
-async def _episode(use: str, args: dict[str, Any], seed: int, most: int = LONGEST) -> Record:
-    """An episode by its own random player, else by numbers; [(observation,), (text, step), ...]."""
+async def _seeds(use: str, args: dict[str, Any], first: Record) -> tuple[str, bool | None, str]:
+    """Whether another seed begins differently or, with the same turns, goes on differently."""
+    name, turns, seeds = "seeds matter", [text for text, _ in first[1:]], range(1, 6)
+    if getattr(Stage(use, args).environment, "from_rows", False):
+        return name, None, "its rows decide how an episode begins"
+    others = [await _episode(use, args, seed, turns) for seed in seeds]
+    begin = sum(other[0] != first[0] for other in others)
+    if begin:
+        return name, True, f"{begin} of {len(seeds)} other seeds begin differently"
+    go_on = sum(other != first for other in others)
+    return name, go_on > 0, f"no other seed begins differently, {go_on} of {len(seeds)} go on differently"
+
+
+async def _episode(use: str, args: dict[str, Any], seed: int, turns: list[str] | None = None) -> Record:
+    """An episode by given turns, else by its own random player, else by numbers; [(observation,), (text, step), ...]."""
     stage = Stage(use, args)
     try:
         record: Record = [(await stage.reset(seed, {}),)]
         choose = _chooser(stage, "random_action")
-        for turn in range(most):
-            text = choose() if choose else str(turn % 4)
+        for turn in range(LONGEST if turns is None else len(turns)):
+            text = turns[turn] if turns is not None else choose() if choose else str(turn % 4)
             step = await stage.step(text)
             record.append((text, step))
             if step.terminated or step.truncated:

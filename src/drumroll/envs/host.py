@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from drumroll.envs import ENVIRONMENTS, Environment, Observation, Step
+from drumroll.envs.adapters import adapted, adapter_of
 from drumroll.rewards import BadReward, check_value
 
 INFO = ("success", "effective", "malformed", "state", "tool_error")
@@ -38,9 +39,9 @@ class TooMuchMemory(RuntimeError):
 
 
 def find(use: str) -> Callable[..., Environment]:
-    """The environment by name or `module:Class`."""
+    """The environment by name, by an adapter (`gymnasium:FrozenLake-v1`) or as `module:Class`."""
     exists(use)
-    return ENVIRONMENTS.get(use)
+    return adapted(use) or ENVIRONMENTS.get(use)
 
 
 def agent_path(use: str) -> str | None:
@@ -58,8 +59,8 @@ def exists(name: str) -> bool:
 
 def where(use: str) -> str:
     """Where it runs: as it says itself; else coroutines on an event loop of their own, all others in a process."""
-    make = find(use)
-    own = ENVIRONMENTS.traits(use).get("runs")
+    make, adapter = find(use), adapter_of(use)
+    own = adapter.runs if adapter else ENVIRONMENTS.traits(use).get("runs")
     return own or ("loop" if inspect.iscoroutinefunction(getattr(make, "step", None)) else "process")
 
 

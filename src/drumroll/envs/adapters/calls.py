@@ -1,0 +1,85 @@
+"""Tool calls in a policy's text: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as many as it likes.
+
+Models whose template teaches bare JSON are read too: a turn that is one such object, or a list of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from drumroll.envs.adapters.schema import Schema
+from drumroll.envs.episode import THOUGHT
+
+TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+BARE = re.compile(r"\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)?\s*([\[{].*[\]}])\s*", re.DOTALL)
+
+TEACH = """You may call these tools:
+<tools>
+{tools}
+</tools>
+To call one, write <tool_call>{{"name": "its name", "arguments": {{"an argument": "its value"}}}}</tool_call>; you get its result in \
+<tool_response>. When you know the final answer, write it without a call."""
+
+
+class Call(NamedTuple):
+    """A call as written."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Unreadable(NamedTuple):
+    """A call that could not be read, and why."""
+
+    reason: str
+
+
+def teach(schemas: list[Schema]) -> str:
+    """How to call tools, for models whose chat template does not say it."""
+    return TEACH.format(tools="\n".join(json.dumps(schema["function"]) for schema in schemas))
+
+
+def written(call: Call) -> str:
+    """A call as text."""
+    return f"<tool_call>{json.dumps(call._asdict())}</tool_call>"
+
+
+def calls_in(text: str) -> list[Call | Unreadable]:
+    """All calls of a turn in order, thoughts aside; none is a final answer."""
+    text = THOUGHT.sub("", text)
+    tagged = TAGGED.findall(text)
+    if tagged:
+        return [_read(body) for body in tagged]
+    bare = BARE.fullmatch(text)
+    try:
+        data = json.loads(bare[1]) if bare else None
+    except ValueError:
+        return []
+    found = data if isinstance(data, list) else [data]
+    named = found and all(isinstance(each, dict) and {"arguments", "parameters"} & each.keys() for each in found)
+    return [_call(each) for each in found] if named else []
+
+
+def _read(body: str) -> Call | Unreadable:
+    try:
+        return _call(json.loads(body))
+    except ValueError as error:
+        return Unreadable(f"it is not JSON ({error})")
+
+
+def _call(data: Any) -> Call | Unreadable:
+    if isinstance(data, dict) and isinstance(data.get("function"), dict):
+        data = data["function"]
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+        return Unreadable('it must be an object with "name" and "arguments"')
+    arguments = data.get("arguments", data.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write JSON in JSON
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return Unreadable('"arguments" is a text that is not JSON')
+    if not isinstance(arguments, dict):
+        return Unreadable('"arguments" must be an object')
+    return Call(data["name"], arguments)

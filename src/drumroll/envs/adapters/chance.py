@@ -1,0 +1,42 @@
+"""Chance of its own for each episode of foreign code, which often draws from the process-wide generators.
+
+While such code runs, those generators stand at the episode's state; afterwards they are put back. So episodes that share a
+process do not disturb each other. Only for code that runs alone in its process, never in threads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+NUMPY_SEEDS = 2**32
+"""numpy's process-wide generator, and many libraries, take seeds below this."""
+
+
+class Chance:
+    """An episode's state of `random` and `numpy.random`."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._state: tuple[Any, Any] | None = None
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """What runs inside draws from the episode's state."""
+        before = random.getstate(), np.random.get_state()
+        if self._state is None:
+            random.seed(self.seed)
+            np.random.seed(self.seed % NUMPY_SEEDS)
+        else:
+            random.setstate(self._state[0])
+            np.random.set_state(self._state[1])
+        try:
+            yield
+        finally:
+            self._state = random.getstate(), np.random.get_state()
+            random.setstate(before[0])
+            np.random.set_state(before[1])

@@ -1,0 +1,62 @@
+"""`gem:game:GuessTheNumber-v0-easy`: the environments of GEM (axon-rl/gem), which speak text themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gem
+from gem.envs.registration import ENV_REGISTRY
+from gem.utils.constants import TERMINAL_STATE, LanguageGameReward
+
+from drumroll.envs import Step
+from drumroll.envs.adapters.chance import NUMPY_SEEDS, Chance
+from drumroll.errors import ConfigError, did_you_mean
+
+
+class Gem:
+    """Settings are the environment's own."""
+
+    random_action: Callable[[], str] | None = None
+    """Where the environment has one."""
+
+    def __init__(self, name: str, **settings: Any) -> None:
+        if name not in ENV_REGISTRY:
+            raise ConfigError(f"environment gem:{name} does not exist.{did_you_mean(name, ENV_REGISTRY)}")
+        self.name, self.settings = name, settings
+
+    def reset(self, seed: int, **row: Any) -> str:
+        """Make the environment anew; it draws its task from the seed."""
+        self.chance = Chance(seed)
+        with self.chance.own():
+            self.env = gem.make(self.name, **self.settings)
+            observation, info = self.env.reset(seed=seed % NUMPY_SEEDS)
+        if type(self.env).sample_random_action is not gem.Env.sample_random_action:
+            self.random_action = self._random_action
+        return _shown(observation, info)
+
+    def step(self, text: str) -> Step:
+        """The turn as it is: the environment finds the action in it."""
+        with self.chance.own():
+            observation, reward, terminated, truncated, info = self.env.step(text)
+        reward, over = float(reward), bool(terminated or truncated)
+        malformed = reward == LanguageGameReward.format_error_reward
+        told: dict[str, Any] = {"effective": not malformed, "malformed": malformed}
+        if over:
+            told["success"] = reward >= LanguageGameReward.success_reward
+        return Step(_shown(observation, {} if over else info), reward, bool(terminated), bool(truncated), told)
+
+    def _random_action(self) -> str:
+        with self.chance.own():
+            return str(self.env.sample_random_action())
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _shown(observation: Any, info: dict[str, Any]) -> str:
+    """An observation between what the environment wants before and after it."""
+    if observation == TERMINAL_STATE:
+        return ""
+    parts = (info.get("prefix"), observation, info.get("suffix"))
+    return "\n".join(str(part).strip("\n") for part in parts if part)
