@@ -277,10 +277,14 @@ def rollout(target: str, overrides: tuple[str, ...], human: bool, seed: int, bat
         asyncio.run(play(target, _environment_args(overrides), seed))
         return
     from drumroll.api import rollout as collect
+    from drumroll.observe.trouble import by_cause
+    from drumroll.store.rollouts import read_troubles
 
     run, metrics = collect(target, overrides, batches=batches, overwrite=overwrite)
     for name, value in metrics.items():
         click.echo(f"{name:<40} {value:.4f}")
+    for trouble in by_cause(found for file in sorted((run.path / "rollouts").glob("*")) for found in read_troubles(file)):
+        click.echo(f"{trouble.count} samples, the first is {trouble.first}: {trouble.text}")
     click.echo(f"rollouts {run.path / 'rollouts'}\nlook     drumroll run samples {run.path}")
 
 

@@ -148,7 +148,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a sample failed: the exception's kind, the boundary it crossed, its text."""
+    """Why a sample failed, or what was odd about it: the exception's kind, the boundary it crossed, its text."""
 
     kind: str
     boundary: str
@@ -175,6 +175,7 @@ class Sample:
     attempt: int = 0
     history: list[tuple[str, float]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    notes: list[Failure] = field(default_factory=list)
     success: bool | None = None
 
     @property

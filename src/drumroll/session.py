@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from drumroll.cluster.workers import Workers
+from drumroll.envs.metrics import EPISODES
 from drumroll.errors import Interrupted
 from drumroll.learners import Learner
 from drumroll.observe.progress import Progress
 from drumroll.observe.report import write_report
 from drumroll.observe.trackers import Trackers
+from drumroll.observe.trouble import complaints
 from drumroll.rollout.evaluation import Evaluator
 from drumroll.sample import Sample
 from drumroll.store.files import new_folder
@@ -68,6 +69,7 @@ class Session:
         self._peaks: Metrics = {}
         self._resumable: dict[str, Resumable] = {}
         self._stopping = False
+        self._told: set[str] = set()
         self.ledger: Ledger | None = None
         self._committed: dict[str, Any] = {}
 
@@ -122,8 +124,7 @@ class Session:
         metrics |= _speeds(metrics, self._stage_times)
         if samples:
             self.run.write_rollouts("train", self.step, samples)
-            for line in complaints(samples):
-                self.progress.notice(f"step {self.step}: {line}")
+            self._complain(samples)
         score: float | None = None
         if last or (config.eval.every and self.step % config.eval.every == 0):
             score = await self._evaluate_step(metrics)
@@ -171,6 +172,8 @@ class Session:
             names = [(s.name, f"eval/{s.name}{suffix}") for s in sets]
             return {name: metrics[key] for name, key in names if key in metrics}
 
+        ends = (("before", self.before), ("after", self.after))
+        kinds = ("sampled", *(kind for kind in EPISODES if pick(self.after, f"/{kind}")))
         return {
             "name": self.config.name,
             "model": self.config.model,
@@ -179,8 +182,7 @@ class Session:
             "seconds": round(self.seconds(), 2),
             "before": pick(self.before, ""),
             "after": pick(self.after, ""),
-            "before_sampled": pick(self.before, "/sampled"),
-            "after_sampled": pick(self.after, "/sampled"),
+            **{f"{when}_{kind}": pick(now, f"/{kind}") for kind in kinds for when, now in ends},
             "best_step": self.run.checkpoints.best_step(),
         }
 
@@ -196,7 +198,12 @@ class Session:
         async with self.stage("eval"):
             metrics, samples = await self.evaluator.run(self.step)
         self.run.write_rollouts("eval", self.step, samples)
+        self._complain(samples)
         return metrics
+
+    def _complain(self, samples: Sequence[Sample]) -> None:
+        for line in complaints(samples, self._told):
+            self.progress.notice(f"step {self.step}: {line}")
 
     async def _evaluate_step(self, metrics: Metrics) -> float | None:
         """Evaluate now; returns the score that checkpoints are compared by."""
@@ -278,16 +285,6 @@ class Session:
         steps = self.run.checkpoints.steps()
         where = f"after step {steps[-1]}" if steps else "before the first step"
         return Interrupted(f"interrupted; saved {where}. Continue with: drumroll train --resume {self.run.path}")
-
-
-def complaints(samples: Sequence[Sample], most: int = 3) -> list[str]:
-    """What failed, a line for each kind, the most frequent first."""
-    failures = Counter((s.failure.kind, s.failure.boundary) for s in samples if s.failure is not None)
-    lines = []
-    for (kind, boundary), count in failures.most_common(most):
-        first = next(s for s in samples if s.failure is not None and (s.failure.kind, s.failure.boundary) == (kind, boundary))
-        lines.append(f"{count} of {len(samples)} samples failed; the first is {first.id}: {first.failure}")
-    return lines
 
 
 def _speeds(metrics: Metrics, times: Metrics) -> Metrics:

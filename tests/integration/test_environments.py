@@ -1,6 +1,7 @@
 """Training, evaluating and playing in environments: the whole way from a recipe to a better policy."""
 
 import asyncio
+import html
 
 import pytest
 import yaml
@@ -47,7 +48,8 @@ def test_every_mode_and_algorithm_trains(played, mode, algorithm):
     assert last["environment/quiz/turns"] == 2
     assert 0 <= last["environment/quiz/success"] <= 1
     assert 0 <= last["environment/quiz/effective"] <= 1
-    assert "eval/quiz/success" in last
+    assert {"eval/quiz/success", "eval/quiz/effective", "eval/quiz/turns"} <= last.keys()
+    assert run.summary["after_turns"] == {"quiz": 2.0}
     assert last["train/mismatch"] < 1e-3
     trained = [s for s in run.samples if s["fate"] == "trained"]
     assert len(trained) == 2 * 16
@@ -128,18 +130,29 @@ def test_other_rewards_may_be_added(played, mine, drumroll):
     assert again["turns"] == sample["turns"]
 
 
-def test_bad_environments_are_named_and_the_run_goes_on(played, drumroll, tmp_path):
-    """One seed in three goes wrong, in each way."""
-    ways = ("raise", "crash", "hang", "type", "reward", "print", "endless")
-    train = {
-        how: {"source": SEEDS, "environment": "toy_environments:Bad", "environment_args": {"how": how, "every": 3}}
-        for how in ways
-    }
+WAYS = {
+    "reset": "ValueError in {}, reset: no such level",
+    "raise": "ValueError in {}, step: the floor gave way",
+    "crash": "WorkerDied in {}, step: the worker process exited with code 3",
+    "hang": "TimeoutError in {}, step: took longer than 1 s",
+    "type": "BadAnswer in {}, step: ",
+    "reward": "BadAnswer in {}, step: ",
+    "leak": "TooMuchMemory in {}, step: its process has grown to",
+    "endless": "Endless in {}: no end within max_turns=2",
+    "print": "Printed in {}, step: ",
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_bad_environments_are_named_and_the_run_goes_on(played, drumroll, tmp_path, how):
+    """Every second seed goes wrong, in each way; without end, all do."""
+    args = {"how": how, "every": 1 if how == "endless" else 2, "length": 1}
     recipe = played(
-        data={"train": train},
+        "toy_environments:Bad",
+        data={"train": {"walk": {"source": SEEDS}}},
         eval={"sets": {}},
-        rollout={"prompts": 7, "samples": 2},
-        environment={"step_timeout": 1.0, "max_turns": 2},
+        rollout={"prompts": 6, "samples": 2},
+        environment={"args": args, "step_timeout": 1.0, "max_turns": 2, "memory_gb": 0.3},
         steps=2,
     )
     path = tmp_path / "recipe.yaml"
@@ -148,15 +161,11 @@ def test_bad_environments_are_named_and_the_run_goes_on(played, drumroll, tmp_pa
     assert code == 0, err
 
     run = Run.open(f"{recipe['output']}/small")
-    failures = [s["failure"] for s in run.samples if s["failure"]]
-    kinds = {f.split(" ")[0] for f in failures}
-    assert kinds <= {"ValueError", "WorkerDied", "TimeoutError", "BadAnswer"}
-    assert len(kinds) >= 2
-    assert all("environment 'toy_environments:Bad', step" in f for f in failures)
-    assert "samples failed; the first is" in out
-    assert "in environment 'toy_environments:Bad', step" in out
-    report = (run.path / "report.html").read_text()
-    assert "toy_environments:Bad" in report
+    what = WAYS[how].format("environment 'toy_environments:Bad'")
+    told = [text for s in run.samples for text in (s["failure"], *s["notes"]) if text]
+    assert any(what in text for text in told), told
+    assert what in " ".join(out.split())
+    assert what.partition(": ")[0] in html.unescape((run.path / "report.html").read_text())
     assert len({s["step"] for s in run.samples if s["fate"] == "trained"}) == 2
     assert Ledger(run.path / "ledger.sqlite", read_only=True).problems() == []
 
@@ -175,6 +184,24 @@ def test_config_of_environments(played, small):
 
 
 # --- verbs ---
+
+
+def test_check_of_a_recipe_with_episodes(played, drumroll, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(played()))
+    code, out, err = drumroll("check", str(path))
+    assert code == 0, err
+    assert "quiz" in out
+    path.write_text(yaml.safe_dump(played("toy_environments:Bad", environment={"args": {"how": "raise"}})))
+    code, out, _ = drumroll("check", str(path))
+    assert code == 1
+    assert "the floor gave way" in " ".join(out.split())
+
+
+def test_check_of_a_built_in_environment(drumroll):
+    code, out, err = drumroll("check", "sokoban", "style=compact")
+    assert code == 0, err
+    assert "success 1.00" in out
 
 
 def test_check_environment(drumroll):

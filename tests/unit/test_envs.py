@@ -94,6 +94,7 @@ def test_every_episode_ends_and_tells(name, settings_):
         step = made.step("?!")
         assert step.observation
         assert step.info["effective"] is False
+        assert step.info["malformed"] is True
         assert step.info["success"] is False
         assert isinstance(step.info["state"], str)
         assert not step.terminated

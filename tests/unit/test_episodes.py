@@ -1,6 +1,7 @@
 """Episodes: token-exact conversations, deadlines, endings, seeds; whatever an environment does."""
 
 import asyncio
+import random
 from collections import Counter
 
 import pytest
@@ -17,15 +18,17 @@ from drumroll.config.rollout import RolloutConfig
 from drumroll.data.conversation import Conversation
 from drumroll.data.render import Renderer
 from drumroll.data.source import Reader, no_columns
+from drumroll.engines import Request, Sampling
 from drumroll.engines.native import NativeEngine
 from drumroll.envs.episodes import Episodes
 from drumroll.envs.host import where
+from drumroll.envs.rows import demonstrations
 from drumroll.errors import ConfigError, TemplateError
 from drumroll.models import loading, tiny
 from drumroll.rollout.lifecycle import SampleFailed
 from drumroll.rollout.router import Router
 from drumroll.rollout.scheduler import Rollouts
-from drumroll.sample import Group, Owner, Prompt, Sample, Scene, StopReason, episode_seed
+from drumroll.sample import Group, Owner, Prompt, Sample, Scene, StopReason, Trace, Turn, episode_seed
 
 PLAIN = Renderer(tiny.tokenizer())
 DROPS = (
@@ -89,18 +92,34 @@ def test_a_template_that_rewrites_earlier_turns_is_named_with_the_text():
         Conversation(PLAIN, "x", system="s")
 
 
-@given(turns, st.integers(0, 4))
-@settings(max_examples=40)
-def test_a_window_shows_the_first_observation_and_the_last_turns(turns, history):
+def test_templates_are_checked_before_anything_is_generated():
+    with pytest.raises(TemplateError, match="not prefix-stable"):
+        opened(EnvironmentConfig(), chat_renderer(DROPS)).open(sample_of(Scene("corridor")))
+    assert opened(EnvironmentConfig(mode="step"), chat_renderer(DROPS)).open(sample_of(Scene("corridor")))
+
+
+@given(turns, st.integers(0, 4), st.booleans())
+@settings(max_examples=60)
+def test_a_window_shows_the_first_observation_and_the_last_turns(turns, history, keep):
     conversation = Conversation(PLAIN, "first:")
     for said, observation in turns:
         conversation.add(said, observation)
-    want = ["first:"]
+    want = ["first:"] if keep or len(turns) <= history else []
     shown = turns[max(0, len(turns) - history) :]
     if len(shown) < len(turns):
         want.append(turns[len(turns) - len(shown) - 1][1])
     want += [text for turn in shown for text in turn]
-    assert text_of(PLAIN, conversation.window(history)) == "<bos>" + "".join(want)
+    assert text_of(PLAIN, conversation.window(history, keep_first=keep)) == "<bos>" + "".join(want)
+
+
+def test_a_window_reads_like_demonstrations():
+    messages = next(demonstrations("train", 0, "sokoban", form="messages", style="compact"))["messages"]
+    rows = demonstrations("train", 0, "sokoban", history=1, style="compact")
+    texts = [message["content"] for message in messages]
+    conversation = Conversation(PLAIN, texts[0])
+    for place in range(1, len(texts), 2):
+        assert text_of(PLAIN, conversation.window(1, keep_first=False)) == "<bos>" + next(rows)["prompt"]
+        conversation.add(*texts[place : place + 2], *[""] * (place + 2 > len(texts)))
 
 
 # --- the token record ---
@@ -175,24 +194,63 @@ def opened(config, renderer=PLAIN, context=96, seed=0):
     return Episodes(config, seed, renderer, decode, context, KillablePool)
 
 
-@pytest.mark.parametrize(("mode", "template"), [("trajectory", TEMPLATE), ("trajectory", None), ("step", None)])
+class Forks:
+    """An agent that goes back: it continues any earlier conversation from any of its tokens."""
+
+    def __init__(self, sample, context):
+        self.sample, self.context, self.rng = sample, context, random.Random(sample.id)
+
+    async def begin(self):
+        self.sample.traces, self.sample.turns = [], []
+        return self.show([])
+
+    def show(self, before):
+        self.sample.traces.append(Trace())
+        return self.add(before, Owner.PROMPT)
+
+    def add(self, before, owner):
+        trace = self.sample.traces[-1]
+        trace.extend([*before, *(self.rng.randint(3, 20) for _ in range(self.rng.randint(1, 6)))], owner)
+        self.start = len(trace.tokens)
+        return True
+
+    async def answer(self):
+        sample, trace, rng = self.sample, self.sample.traces[-1], self.rng
+        sample.turns.append(Turn(len(sample.traces) - 1, self.start, len(trace.tokens), "", reward=rng.random()))
+        if len(sample.turns) == 5 or rng.random() < 0.1:
+            sample.rewards["environment"] = sum(t.reward for t in sample.turns)
+            return False
+        if rng.random() < 0.5 and sample.stop is not StopReason.CONTEXT and len(trace.tokens) < self.context - 8:
+            return self.add([], Owner.ENVIRONMENT)
+        old = rng.choice(sample.traces).tokens
+        return self.show(old[: rng.randint(0, min(len(old), self.context - 8))])
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("mode", "template"), [("trajectory", TEMPLATE), ("trajectory", None), ("step", None), ("forks", None)]
+)
 def test_the_record_is_what_the_engine_saw(mode, template):
-    """A thousand episodes in all, cut by length, context and limits, interrupted and resumed under new weights."""
+    """A thousand episodes in all, forked, cut by length, context and limits, interrupted and resumed under new weights."""
     renderer = chat_renderer(template) if template else PLAIN
     model = loading.load("tiny-random", seed=1)
-    context, groups, samples, steps = (120 if template else 48), 14, 4, 6
+    context, groups, samples, steps = (120 if template else 48), 14, 4, 5
     engine = NativeEngine(model, slots=24, context=context)
     recorder = Recorder(engine)
     rollout = RolloutConfig(
         prompts=groups, samples=samples, max_tokens=6, stop=["e"], max_staleness=2, partial=True, overage="mask"
     )
-    config = EnvironmentConfig(use="chatter", max_turns=5, mode=mode, history=1, format_penalty=0.5, invalid_penalty=0.25)
+    how = "trajectory" if mode == "forks" else mode
+    config = EnvironmentConfig(use="chatter", max_turns=5, mode=how, history=1, format_penalty=0.5, invalid_penalty=0.25)
     episodes = opened(config, renderer, context)
+    begin = (lambda sample: Forks(sample, context)) if mode == "forks" else episodes.open
 
     async def main():
         router = Router()
         router.join("engine", recorder.generate, 24, engine.interrupt)
-        rollouts = Rollouts(rollout, 0, Rows(Scene("chatter")), router, Sum(), episodes.decode, episodes=episodes.open)
+        rollouts = Rollouts(rollout, 0, Rows(Scene("chatter")), router, Sum(), episodes.decode, episodes=begin)
         taken, failed = [], []
         for version in range(1, steps + 1):
             groups = await rollouts.take(rollout.prompts)
@@ -214,13 +272,45 @@ def test_the_record_is_what_the_engine_saw(mode, template):
     resumed = sum(check_record(sample, recorder.calls[sample.id]) for sample in taken)
     assert resumed > 3
     assert any(len({v for t in s.traces for v in t.versions if v >= 0}) > 1 for s in taken)
+    for sample in taken:
+        assert sample.reward == pytest.approx(sum(t.reward for t in sample.turns))
+        assert len(sample.turns) <= 5
+    if mode == "forks":
+        assert sum(len(s.traces) > 1 for s in taken) > len(taken) / 2
+        return
     stops = Counter(s.stop for s in taken)
     often = StopReason.TURNS if mode == "step" else StopReason.CONTEXT
     assert {StopReason.TERMINATED, StopReason.TRUNCATED, StopReason.MALFORMED, StopReason.TOOL_ERROR, often} <= set(stops)
     for sample in taken:
-        assert sample.reward == pytest.approx(sum(t.reward for t in sample.turns))
-        assert len(sample.turns) <= 5
         assert (len(sample.traces) == len(sample.turns)) if mode == "step" else (len(sample.traces) == 1)
+
+
+def test_a_turn_computes_only_what_is_new():
+    """Keys and values of earlier turns are reused: of a turn, the observation and the token sampled last are computed."""
+    engine = NativeEngine(loading.load("tiny-random", seed=1), slots=4, context=256)
+    observation, rng = [5, 6, 7, 8, 9, 10, 11], random.Random(0)
+
+    async def turn(name, tokens):
+        before = engine.prefilled
+        done = await engine.generate(Request(name, tuple(tokens), Sampling(1.0, 12), rng.randint(0, 99), 0))
+        return [*tokens, *done.tokens], engine.prefilled - before
+
+    async def main():
+        tokens, computed = await turn("0", [rng.randint(3, 20) for _ in range(40)])
+        assert computed == 40
+        for number in range(1, 6):
+            tokens, computed = await turn(str(number), tokens + observation)
+            assert computed == len(observation) + 1
+        _, forked = await turn("fork", tokens[:60] + observation)
+        assert forked == len(observation)
+        await asyncio.to_thread(engine.load, 1, dict(engine.model.module.named_parameters()), recompute=True)
+        _, anew = await turn("anew", tokens + observation)
+        assert anew == len(tokens) + len(observation)  # other weights: nothing cached counts any more
+
+    try:
+        asyncio.run(main())
+    finally:
+        engine.close()
 
 
 # --- seeds, places, endings ---
@@ -328,10 +418,56 @@ def test_bad_environments_fail_their_episode_with_a_name(use, how, kind, text):
     assert failure.boundary == f"environment '{use}', {'reset' if how == 'reset' else 'step'}"
 
 
-@pytest.mark.parametrize("how", ["print", "close", "endless"])
-def test_harmless_oddities_are_harmless(how):
-    sample = played(Scene("toy_environments:Bad", {"how": how}))
-    assert sample.stop is (StopReason.TURNS if how == "endless" else StopReason.TERMINATED)
+def test_harmless_oddities_are_noted():
+    def notes(how):
+        sample = played(Scene("toy_environments:Bad", {"how": how}))
+        assert sample.stop is (StopReason.TURNS if how == "endless" else StopReason.TERMINATED)
+        return [str(note) for note in sample.notes]
+
+    where = "environment 'toy_environments:Bad'"
+    assert notes("print") == [f"Printed in {where}, step: 'noise on standard output' on standard output"]
+    assert notes("endless") == [f"Endless in {where}: no end within max_turns=10"]
+    assert notes("close") == []
+
+
+def test_a_process_that_grows_is_replaced():
+    async def main():
+        episodes = opened(EnvironmentConfig(workers=1, memory_gb=0.4))
+        leaking, sound = (Scene("toy_environments:Bad", {"how": how, "length": 5}) for how in ("leak", "none"))
+        try:
+            with pytest.raises(SampleFailed) as caught:
+                await play(episodes, sample_of(leaking), ["r"])
+            return str(caught.value.failure), await play(episodes, sample_of(sound), ["r"])
+        finally:
+            await episodes.close()
+
+    failure, after = asyncio.run(main())
+    assert "TooMuchMemory in environment 'toy_environments:Bad', step: its process has grown to" in failure
+    assert after.success
+
+
+@pytest.mark.parametrize("how", ["wait", "block"])
+def test_a_coroutine_that_never_returns_holds_up_nobody(how):
+    """Not even one that blocks its event loop: this one stays free, and later episodes get another."""
+
+    async def main():
+        episodes = opened(EnvironmentConfig(step_timeout=0.3))
+        bad, good = (Scene("toy_environments:Blocking", {"how": each}) for each in (how, "none"))
+        assert where(bad.use) == "loop"
+        try:
+            stuck = asyncio.create_task(play(episodes, sample_of(bad), ["r"]))
+            ticks = 0
+            while not stuck.done():
+                await asyncio.sleep(0.01)
+                ticks += 1
+            assert ticks > 10
+            with pytest.raises(SampleFailed, match="TimeoutError"):
+                await stuck
+            return await play(episodes, sample_of(good), ["r"])
+        finally:
+            await episodes.close()
+
+    assert asyncio.run(main()).success
 
 
 def test_a_hang_or_crash_costs_one_episode_and_its_neighbours_play_on():
@@ -360,7 +496,7 @@ def test_a_hang_or_crash_costs_one_episode_and_its_neighbours_play_on():
 def test_where_environments_run_and_unknown_names():
     assert where("corridor") == "inline"
     assert where("toy_environments:Corridor") == "inline"  # it is the registered one
-    assert where("toy_environments:Waiting") == "inline"
+    assert where("toy_environments:Waiting") == "loop"
     assert where("toy_environments:Bad") == "process"
     with pytest.raises(ConfigError, match="corridr"):
         opened(EnvironmentConfig(use="corridr"))

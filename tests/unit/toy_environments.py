@@ -106,6 +106,24 @@ class Quiz:
 ENVIRONMENTS.register("quiz", runs="inline")(Quiz)
 
 
+LEAKED = []
+
+
+class Blocking(Corridor):
+    """A coroutine that blocks its event loop, or waits for ever."""
+
+    def __init__(self, how="none", **args):
+        super().__init__(**args)
+        self.how = how
+
+    async def step(self, text):
+        if self.how == "block":
+            time.sleep(6)
+        if self.how == "wait":
+            await asyncio.sleep(1000)
+        return super().step(text)
+
+
 class Bad(Corridor):
     """A corridor whose steps go wrong, by `how`, for one seed in `every`."""
 
@@ -129,6 +147,8 @@ class Bad(Corridor):
             time.sleep(1000)
         if self.how == "crash":
             os._exit(3)
+        if self.how == "leak":
+            LEAKED.append(b"x" * 150_000_000)
         if self.how == "type":
             return {"observation": "x"}
         if self.how == "reward":

@@ -20,12 +20,16 @@ class EnvironmentConfig(Section):
     """One trace for the whole episode, or one for every turn, which shows the last `history` turns only."""
     history: int = Field(2, ge=0)
     """step: how many past turns are shown besides the first observation and the present one."""
+    keep_first: bool = True
+    """step: whether the first observation, which often has the rules, is shown before the window when it is not in it."""
     max_turns: int = Field(10, ge=1)
     """An episode ends after so many turns of the policy, each of at most `rollout.max_tokens`."""
     context: int | None = Field(None, ge=2)
     """trajectory: longest episode in tokens, observations included. Default: data.max_prompt_tokens, and twice rollout.max_tokens a turn."""
     workers: int = Field(2, ge=1)
     """Processes for environments that compute; one that hangs or crashes is replaced and costs one episode."""
+    memory_gb: float = Field(4.0, gt=0)
+    """A process of environments that has grown larger is replaced; the episode that it grew in fails."""
     reset_timeout: float = Field(60.0, gt=0)
     """Seconds that starting an episode may take."""
     step_timeout: float = Field(30.0, gt=0)

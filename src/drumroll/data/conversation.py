@@ -37,10 +37,10 @@ class Conversation:
         self._rendered = self._render()
         return self.renderer.encode(self._rendered)
 
-    def window(self, history: int) -> list[int]:
-        """Tokens of the first observation, the last `history` turns and the present observation."""
+    def window(self, history: int, *, keep_first: bool = True) -> list[int]:
+        """Tokens of the first observation (if kept), the last `history` turns and the present observation."""
         first = max(0, len(self.turns) - history)
-        shown = [self._messages(0), *([self._messages(first)] if first else [])]
+        shown = [self._messages(number) for number in ([0, first] if first and keep_first else [first])]
         for turn, text in enumerate(self.turns[first:], first):
             shown += [[{"role": "assistant", "content": text}], self._messages(turn + 1)]
         messages = [message for part in shown for message in part]
@@ -90,6 +90,14 @@ class Conversation:
     def _messages(self, number: int) -> list[Message]:
         observation = self.observations[number]
         return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+
+
+def check_template(renderer: Renderer, *, chat: bool | None, system: str | None) -> None:
+    """Hold two turns of plain words, so that a template that rewrites earlier ones is told before anything is generated."""
+    trial = Conversation(renderer, "one", chat=chat, system=system)
+    trial.prompt()
+    for turn, observation in (("two", "three"), ("four", "five")):
+        trial.follow(turn, observation, None)
 
 
 def _text(message: Message) -> str:

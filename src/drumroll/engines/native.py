@@ -101,6 +101,7 @@ class NativeEngine:
         self.fixed_shape = fixed_shape
         self.page_tokens = page_tokens or (context if fixed_shape else min(context, PAGE_TOKENS))
         self.preempted = 0
+        self.prefilled = 0  # tokens that were computed and not sampled
         self.version: Version = 0
         self.device = next(model.module.parameters()).device
         self._shapes = kv_shapes(model.module)
@@ -428,6 +429,7 @@ class NativeEngine:
             [(len(c.tokens), self._places(*c.row.chain.places())) for c in chunks if c.start > 0],
         )
         tokens = torch.tensor([t for c in chunks for t in c.tokens], device=self.device)
+        self.prefilled += len(tokens)
         positions = torch.cat([torch.arange(c.start, c.start + len(c.tokens), device=self.device) for c in chunks])
         last = torch.tensor([len(c.tokens) for c in chunks], device=self.device).cumsum(0) - 1
         logits = self._forward(tokens, positions, layout, last)

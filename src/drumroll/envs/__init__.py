@@ -18,8 +18,8 @@ Observation = str | list[Message]
 
 
 class Step(NamedTuple):
-    """What a step brings. `info` may name `success` (bool), `effective` (bool: the action did something) and
-    `state` (a text: equal states of a group's members are compared with each other)."""
+    """What a step brings. `info` may name `success` (bool), `effective` (bool: the action did something), `malformed`
+    (bool: it could not be read), `tool_error` (a text) and `state` (a text: equal states of a group are compared)."""
 
     observation: Observation
     reward: float = 0.0

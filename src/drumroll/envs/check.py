@@ -56,6 +56,7 @@ async def examine(use: str, args: dict[str, Any], seconds: float = 120.0) -> lis
 
 WHERE = {
     "inline": "on the event loop, so it must never block",
+    "loop": "on an event loop that environments share",
     "thread": "in threads, for calls that wait for others",
     "process": "in processes that can be killed",
 }

@@ -72,10 +72,14 @@ class Episode:
     def answered(
         self, observation: str, *, effective: bool, state: str, reward: float = 0.0, over: bool = False, **info: Any
     ) -> Step:
-        """The outcome of a turn. Malformed turns count too, so every episode ends by `max_turns`."""
+        """The outcome of a turn."""
         self.turns += 1
         told = {"success": False, **info, "effective": effective, "state": state}
         return Step(observation, reward, over, not over and self.turns >= self.max_turns, told)
+
+    def unread(self, observation: str, state: str, **info: Any) -> Step:
+        """The outcome of a malformed turn. It counts too, so every episode ends by `max_turns`."""
+        return self.answered(observation, effective=False, state=state, malformed=True, **info)
 
     def say(self, action: str) -> str:
         """An action as this style's policy writes it."""

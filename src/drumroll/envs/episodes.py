@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from drumroll.cluster.pool import RemoteError
 from drumroll.config.environment import EnvironmentConfig
-from drumroll.data.conversation import Conversation
+from drumroll.data.conversation import Conversation, check_template
 from drumroll.data.render import Renderer
 from drumroll.envs import Observation, Step
 from drumroll.envs.host import find
@@ -43,7 +43,8 @@ class Episodes:
         self.renderer = renderer
         self.decode = decode
         self.context = context
-        self.places = Places(config.workers, open_pool, config.reset_timeout)
+        self.places = Places(config, open_pool)
+        self._stable: set[tuple[bool | None, str | None]] = set()
         if config.use is not None:
             find(config.use)  # a wrong name is told before anything starts
 
@@ -52,6 +53,9 @@ class Episodes:
         scene = sample.prompt.scene
         if scene is None:
             return None
+        if self.config.mode == "trajectory" and (scene.chat, scene.system) not in self._stable:
+            check_template(self.renderer, chat=scene.chat, system=scene.system)
+            self._stable.add((scene.chat, scene.system))
         own = sample.prompt.columns.get("seed")
         seed = episode_seed(self.seed, stream, sample.draw) if own is None else int(own)
         return Episode(self, sample, scene, seed, self.places.open(scene))
@@ -76,14 +80,15 @@ class Episode:
         self._conversation: Conversation | None = None
         self._written = 0  # tokens of the last trace before the policy's turn
         self._state = ""
+        self._printed = False
 
     async def begin(self) -> bool:
         """Reset, and show the policy the first observation."""
         config, scene = self.config, self.scene
+        self.sample.traces, self.sample.turns, self.sample.notes, self.sample.success = [], [], [], None
         first = await self._guard(
             "reset", config.reset_timeout, self.place.reset(self.seed, self.sample.prompt.columns, config.reset_timeout)
         )
-        self.sample.traces, self.sample.turns, self.sample.success = [], [], None
         self._state = digest(first)
         self._conversation = Conversation(self.renderer, first, chat=scene.chat, system=scene.system)
         return self._show(self._conversation.prompt())
@@ -113,12 +118,17 @@ class Episode:
 
     async def _guard(self, deed: str, seconds: float, answer: Awaitable[T]) -> T:
         """What an environment does wrong is its episode's failure."""
+        boundary = f"environment '{self.scene.use}', {deed}"
         try:
-            return await answer
+            got = await answer
         except Exception as error:
             kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
             text = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else str(error)
-            raise SampleFailed(Failure(kind, f"environment '{self.scene.use}', {deed}", text)) from None
+            raise SampleFailed(Failure(kind, boundary, text)) from None
+        if self.place.printed and not self._printed:
+            self._printed = True
+            self.sample.notes.append(Failure("Printed", boundary, f"{self.place.printed.strip()!r:.80} on standard output"))
+        return got
 
     def _reward(self, turn: Turn, step: Step) -> None:
         turn.effective, turn.malformed = step.info.get("effective"), bool(step.info.get("malformed"))
@@ -145,7 +155,7 @@ class Episode:
         assert conversation is not None
         if self.config.mode == "step":
             conversation.add(text, observation)
-            return self._show(conversation.window(self.config.history))
+            return self._show(conversation.window(self.config.history, keep_first=self.config.keep_first))
         last = written[-1] if written and self.sample.stop is StopReason.EOS else None
         tokens = conversation.follow(text, observation, last)
         trace = self.sample.traces[-1]
@@ -169,6 +179,9 @@ class Episode:
         """The episode is over: its reward is the sum of its turns'."""
         sample, said = self.sample, self._conversation.turns if self._conversation else []
         sample.stop = stop
+        if stop is StopReason.TURNS:
+            limit = self.config.max_turns
+            sample.notes.append(Failure("Endless", f"environment '{self.scene.use}'", f"no end within max_turns={limit}"))
         sample.completion = "\n".join(said if text is None else [*said, text])
         sample.rewards[ENVIRONMENT] = sum(turn.reward for turn in sample.turns)
         return False

@@ -102,7 +102,7 @@ class FrozenLake(Episode):
         moves = read_moves(text, 1)
         if not moves:
             said = "?UDLR" if self.style == "compact" else f"That is no move. {how_to_move(1)}"
-            return self.answered(self._shown(said), effective=False, state=self._board())
+            return self.unread(self._shown(said), self._board())
         before = self._env.s
         _, reward, over, _, _ = self._env.step(GYM_MOVES.index(moves[0]))
         success = self._letter() == "G"

@@ -2,6 +2,7 @@
 
 `play` is the same in a process of its own. There many episodes live side by side, a call at a time. One that is not
 known (its process was replaced) is played again from its seed and its turns, which is exact: all randomness is the seed's.
+What it prints is caught, and a process that grows too large says so and is replaced.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import io
+import os
+import resource
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from typing import Any, TypeVar
+
+from typing_extensions import override
 
 from drumroll.envs import ENVIRONMENTS, Environment, Observation, Step
 from drumroll.rewards import BadReward, check_value
@@ -25,6 +31,10 @@ T = TypeVar("T")
 
 class BadAnswer(ValueError):
     """An environment returned something that is neither an observation nor a step."""
+
+
+class TooMuchMemory(RuntimeError):
+    """The process of an environment has grown beyond its limit."""
 
 
 def find(use: str) -> Callable[..., Environment]:
@@ -41,10 +51,10 @@ def exists(name: str) -> bool:
 
 
 def where(use: str) -> str:
-    """Where it runs: as it says itself; else coroutines on the event loop, all others in a process."""
+    """Where it runs: as it says itself; else coroutines on an event loop of their own, all others in a process."""
     make = find(use)
     own = ENVIRONMENTS.traits(use).get("runs")
-    return own or ("inline" if inspect.iscoroutinefunction(getattr(make, "step", None)) else "process")
+    return own or ("loop" if inspect.iscoroutinefunction(getattr(make, "step", None)) else "process")
 
 
 class Stage:
@@ -109,18 +119,62 @@ def check_step(use: str, value: Any) -> Step:
 
 _stages: dict[str, tuple[Stage, int]] = {}
 _loop: list[asyncio.AbstractEventLoop] = []
+PRINTED = 200
+"""Characters kept of what a call prints."""
+
+
+class _Prints(io.TextIOBase):
+    """Keeps the beginning of what is printed."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    @override
+    def write(self, text: str, /) -> int:
+        self.text += text[: PRINTED - len(self.text)]
+        return len(text)
 
 
 def play(
-    episode: str, use: str, args: dict[str, Any], seed: int, row: dict[str, Any], turns: Sequence[str], over: Sequence[str]
-) -> Observation | Step:
-    """What the last of the turns brings, or the first observation when there is none; episodes that are over are ended."""
+    episode: str,
+    use: str,
+    args: dict[str, Any],
+    seed: int,
+    row: dict[str, Any],
+    turns: Sequence[str],
+    over: Sequence[str],
+    memory_gb: float,
+) -> tuple[Observation | Step, str]:
+    """What the last of the turns brings, or the first observation when there is none; and what was printed meanwhile.
+
+    Episodes that are over are ended.
+    """
     for gone in over:
         with suppress(Exception):
             _stages.pop(gone)[0].close()
     if not _loop:
         _loop.append(asyncio.new_event_loop())
-    return _loop[0].run_until_complete(_play(episode, use, args, seed, row, turns))
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        with suppress(OSError, ValueError):  # a second guard, for what grows within one call
+            resource.setrlimit(resource.RLIMIT_DATA, (int(2 * memory_gb * 2**30), most))
+    prints = _Prints()
+    with redirect_stdout(prints):
+        answer = _loop[0].run_until_complete(_play(episode, use, args, seed, row, turns))
+    if (size := resident_gb()) > memory_gb:
+        raise TooMuchMemory(f"its process has grown to {size:.2f} GB; environment.memory_gb allows {memory_gb:g}")
+    return answer, prints.text
+
+
+def resident_gb() -> float:
+    """Memory that this process holds; where that is not known, the most that it ever held."""
+    with suppress(OSError), open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def leave() -> None:
+    """End the process."""
+    os._exit(0)
 
 
 async def _play(

@@ -110,7 +110,7 @@ class Lookup(Episode):
         given = form[2].strip() if form else given
         if not given.isalpha():
             said = "\n?\n" if self.style == "compact" else f"That is neither a search nor a name. {HOW}"
-            return self.answered(said, effective=False, state=self._seen)
+            return self.unread(said, self._seen)
         right = given.lower() == self._answer().lower()
         said = "Right." if right else f"Wrong: it is {self._answer()}."
         return self.answered(said, effective=True, state=f"answered {given}", reward=float(right), over=True, success=right)

@@ -1,24 +1,37 @@
-"""What episodes look like, by domain: success, effective actions, turns."""
+"""What episodes look like: success, effective actions, steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from drumroll.sample import Sample
 
+EPISODES = ("success", "effective", "malformed", "turns")
+"""What is measured of episodes."""
+
+
+def measures(samples: Sequence[Sample]) -> dict[str, float]:
+    """Share that succeeds, shares of turns that did something and that could not be read, turns an episode; of plain prompts nothing."""
+    if not any(s.turns for s in samples):
+        return {}
+    turns = [t for s in samples for t in s.turns]
+    acted = [t.effective for t in turns if t.effective is not None]
+    found = {}
+    if any(s.success is not None for s in samples):  # an episode that was cut short of its end has none, and did not succeed
+        found["success"] = sum(s.success is True for s in samples) / len(samples)
+    if acted:
+        found["effective"] = sum(acted) / len(acted)
+    return found | {"malformed": sum(t.malformed for t in turns) / len(turns), "turns": len(turns) / len(samples)}
+
 
 def describe_episodes(samples: Iterable[Sample]) -> dict[str, float]:
-    """`environment/<domain>/success`, `/effective` (share of turns that did something), `/turns`; nothing for plain prompts."""
+    """`environment/<domain>/success` and the other measures, by domain."""
     by_domain: dict[str, list[Sample]] = {}
     for sample in samples:
         if sample.turns:
             by_domain.setdefault(sample.prompt.domain, []).append(sample)
-    metrics: dict[str, float] = {}
-    for domain, own in sorted(by_domain.items()):
-        acted = [t.effective for s in own for t in s.turns if t.effective is not None]
-        if any(s.success is not None for s in own):  # an episode that was cut short of its end has none, and did not succeed
-            metrics[f"environment/{domain}/success"] = sum(s.success is True for s in own) / len(own)
-        if acted:
-            metrics[f"environment/{domain}/effective"] = sum(acted) / len(acted)
-        metrics[f"environment/{domain}/turns"] = sum(len(s.turns) for s in own) / len(own)
-    return metrics
+    return {
+        f"environment/{domain}/{kind}": value
+        for domain, own in sorted(by_domain.items())
+        for kind, value in measures(own).items()
+    }

@@ -1,4 +1,4 @@
-"""Where an environment's code runs: on the event loop, in a thread, or in a process that can be killed.
+"""Where an environment's code runs: on an event loop, in a thread, or in a process that can be killed.
 
 Every call has a deadline that counts from when its place was got. Nothing here may hold up generation.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from typing_extensions import override
 
-from drumroll.cluster.pool import RemoteError
+from drumroll.cluster.pool import RemoteError, WorkerDied
+from drumroll.config.environment import EnvironmentConfig
 from drumroll.envs import Observation, Step
 from drumroll.envs.host import Stage, check_observation, check_step, where
 from drumroll.rewards import Pool
@@ -21,12 +22,18 @@ from drumroll.sample import Scene
 
 THREADS = 256
 """Calls in threads at once; a thread that hangs gives its place back and is left behind."""
-PLAY = "drumroll.envs.host:play"
+PLAY, LEAVE = "drumroll.envs.host:play", "drumroll.envs.host:leave"
+GROWN = ("MemoryError", "TooMuchMemory")
+"""Errors after which a process is replaced."""
+PATIENCE = 1.0
+"""Seconds past a call's deadline after which an event loop counts as blocked."""
 T = TypeVar("T")
 
 
 class Place(Protocol):
-    """One episode, wherever it runs."""
+    """One episode, wherever it runs. `printed` is what its last call wrote to standard output, where that is caught."""
+
+    printed: str
 
     async def reset(self, seed: int, row: Mapping[str, Any], seconds: float) -> Observation: ...
     async def step(self, text: str, seconds: float) -> Step: ...
@@ -35,6 +42,8 @@ class Place(Protocol):
 
 class Inline:
     """On the event loop: microseconds, or coroutines."""
+
+    printed = ""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -79,6 +88,54 @@ class Threaded(Inline):
             return await in_thread(lambda: asyncio.run(stage.step(text)), seconds)
 
 
+class Looped(Inline):
+    """On an event loop that environments share: coroutines of the user."""
+
+    def __init__(self, scene: Scene, loop: Loop) -> None:
+        super().__init__(scene)
+        self.loop = loop
+
+    @override
+    async def reset(self, seed: int, row: Mapping[str, Any], seconds: float) -> Observation:
+        return await self.loop.call(lambda: Inline.reset(self, seed, row, seconds), seconds)
+
+    @override
+    async def step(self, text: str, seconds: float) -> Step:
+        return await self.loop.call(lambda: Inline.step(self, text, seconds), seconds)
+
+
+class Loop:
+    """An event loop in a thread of its own. One that a coroutine blocks past its deadline is left behind for a new one."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def call(self, make: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T:
+        """What the coroutine returns; it keeps the deadline itself, unless it blocks."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
+        loop = self._loop
+        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
+        try:
+            await asyncio.wait({answer}, timeout=seconds + PATIENCE)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        if answer.done():
+            return answer.result()
+        answer.cancel()
+        if self._loop is loop:
+            self.close()
+        raise TimeoutError
+
+    def close(self) -> None:
+        """Stop, as soon as whatever runs lets it."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+
 async def in_thread(function: Callable[[], T], seconds: float) -> T:
     """The function's result; past the deadline its thread is left behind, and ends with the process at the latest."""
     loop = asyncio.get_running_loop()
@@ -108,8 +165,9 @@ async def in_thread(function: Callable[[], T], seconds: float) -> T:
 class Seat:
     """One process. It plays many episodes, a call at a time; one call that hangs or crashes costs its own episode only."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, memory_gb: float) -> None:
         self.pool = pool
+        self.memory_gb = memory_gb
         self.episodes = 0
         self.over: list[str] = []
         self.lives = 0  # how often the process was lost
@@ -130,11 +188,17 @@ class Seat:
         over, self.over = self.over, []
         scene = played.scene
         arguments = {"episode": played.name, "use": scene.use, "args": dict(scene.args), "seed": played.seed}
-        arguments |= {"row": dict(played.row), "turns": turns, "over": over}
+        arguments |= {"row": dict(played.row), "turns": turns, "over": over, "memory_gb": self.memory_gb}
         try:
-            return await self.pool.call(PLAY, arguments, seconds)
+            answer, played.printed = await self.pool.call(PLAY, arguments, seconds)
+            return answer
         except BaseException as error:
-            self.lives += not isinstance(error, RemoteError)  # what the environment raised leaves the process as it is
+            if not isinstance(error, RemoteError):
+                self.lives += 1
+            elif error.kind in GROWN:  # whatever else the environment raises leaves the process as it is
+                self.lives += 1
+                with suppress(WorkerDied):
+                    await self.pool.call(LEAVE, {}, seconds)
             raise
 
     async def close(self) -> None:
@@ -158,6 +222,7 @@ class Played:
         self.row: Mapping[str, Any] = {}
         self.turns: list[str] = []
         self.life: int | None = None
+        self.printed = ""
         self.closed = False
         seat.episodes += 1
 
@@ -190,12 +255,12 @@ class Played:
 class Places:
     """Gives every episode its place."""
 
-    def __init__(self, workers: int, open_pool: Callable[[int], Pool], reset_seconds: float) -> None:
-        self.workers = workers
-        self.reset_seconds = reset_seconds
+    def __init__(self, config: EnvironmentConfig, open_pool: Callable[[int], Pool]) -> None:
+        self.config = config
         self._open_pool = open_pool
         self._seats: list[Seat] = []
         self._gate = asyncio.Semaphore(THREADS)
+        self._loop = Loop()
         self._count = 0
         self._where: dict[str, str] = {}
 
@@ -207,12 +272,16 @@ class Places:
             return Inline(scene)
         if kind == "thread":
             return Threaded(scene, self._gate)
+        if kind == "loop":
+            return Looped(scene, self._loop)
         if not self._seats:
-            self._seats = [Seat(self._open_pool(1)) for _ in range(self.workers)]
+            self._seats = [Seat(self._open_pool(1), self.config.memory_gb) for _ in range(self.config.workers)]
         self._count += 1
-        return Played(scene, f"{self._count}", min(self._seats, key=lambda seat: seat.episodes), self.reset_seconds)
+        seat = min(self._seats, key=lambda seat: seat.episodes)
+        return Played(scene, f"{self._count}", seat, self.config.reset_timeout)
 
     async def close(self) -> None:
         """End all processes."""
+        self._loop.close()
         for seat in self._seats:
             await seat.close()

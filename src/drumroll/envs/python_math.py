@@ -74,7 +74,7 @@ class PythonMath(Episode):
         given = action_in(text)
         if not NUMBER.fullmatch(given):
             said = "\n?number\n" if self.style == "compact" else f"That is neither code nor a number. {HOW}"
-            return self.answered(said, effective=False, state=f"{self._question}|{self._printed}")
+            return self.unread(said, f"{self._question}|{self._printed}")
         right = bool(number(given, self._answer))
         said = "Right." if right else f"Wrong: it is {self._answer}."
         return self.answered(said, effective=True, state=f"{self._question}|{given}", reward=right, over=True, success=right)

@@ -191,7 +191,7 @@ class Sokoban(Episode):
         moves = read_moves(text, self.moves)
         if not moves:
             said = "?UDLR" if self.style == "compact" else f"That is no move. {how_to_move(self.moves)}"
-            return self.answered(self._shown(said), effective=False, state=self._state())
+            return self.unread(self._shown(said), self._state())
         before = self._at
         steps = self._level.steps
         made = 0

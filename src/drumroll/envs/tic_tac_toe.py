@@ -94,7 +94,8 @@ class TicTacToe(Episode):
         given = re.fullmatch(r"[1-9]", action_in(text))
         if not given or self._board[int(given[0]) - 1] != ".":
             said = "\n?" if self.style == "compact" else f"That is not the number of a free square. {HOW}\n\n"
-            return self.answered(self._shown(said), effective=False, state=self._board, player=player)
+            told = {"malformed": not given, "player": player}
+            return self.answered(self._shown(said), effective=False, state=self._board, **told)
         self._board = taken(self._board, int(given[0]) - 1)
         if self.opponent != "self" and not winner(self._board):
             reply = best(self._board) if self.opponent == "perfect" else self.rng.choice(free(self._board))

@@ -20,11 +20,11 @@ from drumroll.cluster.workers import open_workers
 from drumroll.config import RLConfig
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
-from drumroll.engines import Request, Sampling
+from drumroll.engines import Sampling
 from drumroll.rewards import Scorer
-from drumroll.rollout.router import Router
-from drumroll.sample import Owner, Prompt, Sample, StopReason, Trace, sample_seed
-from drumroll.stages import Decode, decoder, open_scorer
+from drumroll.rollout.evaluation import Evaluator
+from drumroll.sample import Failure, Prompt, Sample, StopReason
+from drumroll.stages import decoder, open_episodes, open_scorer
 
 ROWS, GROUPS = 12, 6
 """Rows per domain that are scored, and those of them that the start model answers."""
@@ -70,6 +70,7 @@ class Start:
     useful: float
     truncated: float
     tokens: float
+    failure: Failure | None
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,13 @@ async def preflight(config: RLConfig) -> Preflight:
     try:
         scorer = open_scorer(config, workers, config.rollout)
         renderer = Renderer(workers.tokenizer)
-        by_domain = _rows(PromptSource(config.data, config.seed, renderer, scorer.required_columns))
+        by_domain = _rows(PromptSource(config.data, config.seed, renderer, scorer.required_columns, config.environment))
+        episodes = open_episodes(config, workers, seed=config.seed)
+        player = Evaluator(config.eval, [], workers.router, scorer, decoder(workers), config.seed, config.rollout, episodes)
         rewards, problems, notices = [], [], []
         for domain, prompts in by_domain.items():
+            if prompts[0].scene is not None:  # its environment rewards it: `drumroll check ENV` looks at that
+                continue
             found = await _check_rewards(scorer, domain, prompts, config.rollout.reward_timeout)
             rewards += found
             problems += [f"{domain}: {problem}" for check in found for problem in check.problems]
@@ -100,10 +105,8 @@ async def preflight(config: RLConfig) -> Preflight:
                 )
             elif not any(check.tells() for check in found if check.weight):
                 problems.append(f"{domain}: no reward scores right answers higher than wrong ones.")
-        starts = [
-            await _start(config, workers.router, scorer, decoder(workers), domain, prompts[:GROUPS])
-            for domain, prompts in by_domain.items()
-        ]
+        starts = [await _start(config, player, domain, prompts[:GROUPS]) for domain, prompts in by_domain.items()]
+        problems += [f"{s.domain}: a sample failed: {s.failure}" for s in starts if s.failure is not None]
         notices += [notice for start in starts for notice in _advice(start)]
         return Preflight(rewards, starts, problems, notices)
     finally:
@@ -191,36 +194,30 @@ async def _score(scorer: Scorer, prompt: Prompt, completion: str) -> Sample:
     return sample
 
 
-async def _start(
-    config: RLConfig, router: Router, scorer: Scorer, decode: Decode, domain: str, prompts: Sequence[Prompt]
-) -> Start:
-    """The start model's answers to a few prompts, as training would sample them."""
+async def _start(config: RLConfig, player: Evaluator, domain: str, prompts: Sequence[Prompt]) -> Start:
+    """The start model's answers to a few prompts, or episodes, as training would sample them."""
     own = config.rollout.of(domain)
     sampling = Sampling(own.temperature, own.max_tokens, tuple(own.stop))
 
     async def one(draw: int, prompt: Prompt, index: int) -> Sample:
-        place = draw * own.samples + index
-        seed = sample_seed(config.seed, f"preflight/{domain}", draw, index)
-        name = f"preflight/{domain}/{draw}.{index}"
-        done = await router.generate(Request(name, prompt.tokens, sampling, seed, place), prompt.id, place, 600.0, lambda: None)
-        trace = Trace()
-        trace.extend(list(prompt.tokens), Owner.PROMPT)
-        trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)
-        sample = Sample(prompt, draw, index, traces=[trace], completion=decode(done.tokens), stop=done.stop)
-        await scorer.score(sample)
+        sample = Sample(prompt, draw, index)
+        await player.attempt(sample, sampling, own.samples, domain, f"preflight/{domain}")
+        if sample.failure is None:
+            await player.scorer.score(sample)
         return sample
 
     samples = await asyncio.gather(*(one(d, p, i) for d, p in enumerate(prompts) for i in range(own.samples)))
     rewards = [s.reward or 0.0 for s in samples]
     groups = [rewards[i : i + own.samples] for i in range(0, len(rewards), own.samples)]
-    count = len(samples)
+    count, threshold = len(samples), config.eval.pass_threshold
     return Start(
         domain,
-        sum(r > config.eval.pass_threshold for r in rewards) / count,
+        sum(s.success is True or (s.success is None and (s.reward or 0.0) > threshold) for s in samples) / count,
         statistics.mean(rewards),
         sum(max(g) - min(g) > 1e-9 for g in groups) / len(groups),
         sum(s.stop in (StopReason.LENGTH, StopReason.CONTEXT) for s in samples) / count,
         statistics.mean(s.policy_length() for s in samples),
+        next((s.failure for s in samples if s.failure is not None), None),
     )
 
 

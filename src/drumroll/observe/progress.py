@@ -125,7 +125,7 @@ class Screen(Plain):
             "success": {
                 n.split("/")[1]: v for n, v in self.latest.items() if n.startswith("environment/") and n.endswith("/success")
             },
-            "held out": {n.removeprefix("eval/"): v for n, v in self.latest.items() if n.startswith("eval/") and "@" not in n},
+            "held out": {n.removeprefix("eval/"): v for n, v in self.latest.items() if _held_out(n)},
             "train": {n.removeprefix("train/"): self.latest[n] for n in TRAIN if n in self.latest},
             "speed": {n: self.latest[n] for n in ("rollout/tokens_per_s", "time/tokens_per_s") if n in self.latest},
             "seconds": {n.removeprefix("time/"): v for n, v in self.latest.items() if n in STAGES},
@@ -140,11 +140,16 @@ TRAIN = ("train/loss", "train/entropy", "train/kl", "train/grad_norm", "train/mi
 STAGES = tuple(f"time/{name}" for name in ("rollout", "infer", "train", "publish", "eval", "checkpoint"))
 
 
+def _held_out(name: str) -> bool:
+    """Whether a metric is a score of a held-out set: not pass@k, nor how its episodes went but for their success."""
+    return name.startswith("eval/") and "@" not in name and not name.endswith(("/effective", "/malformed", "/turns"))
+
+
 def headline(metrics: Metrics) -> list[tuple[str, str]]:
     """The few numbers of a step that fit a line."""
     names = [n for n in metrics if n.startswith("reward/") and n.count("/") == 1]
     names += [n for n in metrics if n.startswith("environment/") and n.endswith("/success")]
-    names += [n for n in metrics if n.startswith("eval/") and "@" not in n]
+    names += [n for n in metrics if _held_out(n)]
     names += [n for n in ("train/loss", "train/entropy", "train/mismatch", "time/tokens_per_s", *STAGES) if n in metrics]
     return [(n.removeprefix("train/"), f"{metrics[n]:.3g}") for n in names]
 

@@ -19,8 +19,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from drumroll.config import AnyConfig, RLConfig
+from drumroll.observe.trouble import Trouble, by_cause
 from drumroll.store.files import write_text
-from drumroll.store.rollouts import read_samples
+from drumroll.store.rollouts import read_samples, read_troubles
 from drumroll.store.run import CONFIG, Run
 
 REPORT = "report.html"
@@ -37,6 +38,7 @@ NOT_STAGES = ("time/step", "time/tokens_per_s")  # A sum of the stages and a spe
 EVAL = re.compile(r"eval/([^/]+)(/sampled)?")
 COLOURS = 8  # As many as the template has; a chart with more series is split.
 STEPS_DRAWN = 1500
+TROUBLE_FILES = 2000
 ROWS_PER_FILE, FAILED_PER_FILE = 32, 8
 HEAD, TAIL = 3000, 1000  # Characters shown of a long text; its end often holds the answer.
 CONTROLS = {i: 0x2400 + i for i in range(32) if i not in (9, 10)}  # Shown as ␀, ␛, ...: browsers drop the real ones.
@@ -91,6 +93,7 @@ def write_report(run: Run) -> Path:
         overview=overview,
         rest=rest,
         stride=_stride(rows),
+        troubles=_troubles(run.path / "rollouts"),
         samples=[row | {"prompt": _prompt_text(row["prompt"])} for row in _samples(run.path / "rollouts")],
         data={"steps": [row["step"] for row in drawn], "columns": columns, "broken": broken, "charts": charts},
     )
@@ -191,6 +194,12 @@ def _duration(seconds: float) -> str:
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02} min"
     return f"{minutes} min {int(seconds) % 60:02} s" if minutes else f"{seconds:.3g} s"
+
+
+def _troubles(folder: Path) -> list[Trouble]:
+    """All that went wrong in the recorded steps; of very many files, in the newest."""
+    files = sorted(folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime)[-TROUBLE_FILES:]
+    return by_cause(found for file in files for found in read_troubles(file))
 
 
 def _samples(folder: Path) -> Iterator[dict[str, Any]]:

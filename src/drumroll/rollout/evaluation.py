@@ -15,6 +15,7 @@ from drumroll.data.rows import read
 from drumroll.data.source import Reader, RequiredColumns
 from drumroll.engines import EngineLost, Request, Sampling
 from drumroll.envs.episodes import Episodes
+from drumroll.envs.metrics import measures
 from drumroll.errors import DataError, NoEngines
 from drumroll.rollout.lifecycle import SampleFailed
 from drumroll.rollout.router import Router
@@ -98,14 +99,14 @@ class Evaluator:
         samples = [Sample(prompt, draw, i) for draw, prompt in enumerate(each.prompts) for i in range(count)]
 
         async def one(sample: Sample) -> None:
-            await self._attempt(sample, sampling, count, each.name, stream)
+            await self.attempt(sample, sampling, count, each.name, stream)
             if sample.failure is None:
                 await self.scorer.score(sample)
 
         await asyncio.gather(*(one(sample) for sample in samples))
         return samples
 
-    async def _attempt(self, sample: Sample, sampling: Sampling, count: int, name: str, stream: str) -> None:
+    async def attempt(self, sample: Sample, sampling: Sampling, count: int, name: str, stream: str) -> None:
         """One completion, or one episode, which starts the same at every step."""
         episode = self.episodes.open(sample, f"eval/{name}") if self.episodes is not None else None
         if episode is None:
@@ -150,9 +151,7 @@ class Evaluator:
             groups = [rewards[i : i + count] for i in range(0, len(rewards), count)]
             passed = [max(g) > self.config.pass_threshold for g in groups]
             metrics[f"{name}/pass@{count}"] = sum(passed) / len(passed)
-        if any(s.success is not None for s in samples):
-            metrics[f"{name}/success"] = sum(s.success is True for s in samples) / len(samples)
-        return metrics
+        return metrics | {f"{name}/{kind}": value for kind, value in measures(samples).items()}
 
     def score(self, metrics: Mapping[str, float]) -> float:
         """The number by which checkpoints are compared."""

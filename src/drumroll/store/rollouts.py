@@ -40,6 +40,7 @@ SCHEMA = pa.schema(
         ("traces", pa.list_(TRACE)),
         ("turns", pa.string()),
         ("success", pa.bool_()),
+        ("notes", pa.list_(pa.string())),
     ]
 )
 TEXTS = ("columns", "rewards", "history", "turns")
@@ -69,6 +70,7 @@ def _row(step: int, kind: str, sample: Sample) -> dict[str, Any]:
         ],
         "turns": json.dumps([asdict(turn) for turn in sample.turns]),
         "success": sample.success,
+        "notes": [str(note) for note in sample.notes],
     }
 
 
@@ -84,3 +86,10 @@ def read_samples(path: Path) -> Iterator[dict[str, Any]]:
         for column in TEXTS:
             row[column] = json.loads(row.get(column) or "[]")
         yield row
+
+
+def read_troubles(path: Path) -> Iterator[tuple[str, str]]:
+    """What is told of failed and odd samples, each with its id."""
+    columns = [name for name in ("id", "failure", "notes") if name in pq.read_schema(path).names]
+    for row in pq.read_table(path, columns=columns).to_pylist():
+        yield from ((row["id"], text) for text in (row["failure"], *(row.get("notes") or ())) if text)

@@ -79,7 +79,7 @@ class WebShop(Episode):
         """One action on the page."""
         found = ACTION.fullmatch(action_in(text))
         if not found:
-            return self._refused("That is no action: answer with search[words] or click[value].")
+            return self._refused("That is no action: answer with search[words] or click[value].", malformed=True)
         verb, value = found[1].lower(), " ".join(found[2].lower().split())
         if verb == "click" and value == BUY and self._item and not self._tab:
             return self._buy(self._item)
@@ -165,9 +165,9 @@ class WebShop(Episode):
         chosen = ", ".join(f"{name}={value}" for name, value in sorted(self._chosen.items()))
         return f"{self._query}|{self._page}|{self._item.id if self._item else ''}|{self._tab}|{chosen}"
 
-    def _refused(self, why: str) -> Step:
+    def _refused(self, why: str, *, malformed: bool = False) -> Step:
         said = "?search[] click[]\n" if self.style == "compact" else f"{why}\n\n"
-        return self.answered(self._turned(said), effective=False, state=self._state())
+        return self.answered(self._turned(said), effective=False, state=self._state(), malformed=malformed)
 
     def _turned(self, said: str = "") -> str:
         """A page after the first one."""
