@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help quickstart test test-slow soak check format smollm2 tiny multi-domain bench bench-env vllm system clean
+.PHONY: help quickstart test test-slow soak check format smollm2 tiny multi-domain frozen-lake sokoban webshop bench bench-env vllm system clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -43,6 +43,14 @@ multi-domain: $(VENV)/installed-dev system ## five domains at once: make the sta
 	$(BIN)/drumroll train recipes/multi-domain/judge.yaml --overwrite
 	$(BIN)/drumroll train recipes/multi-domain/warm-start.yaml --overwrite
 	$(BIN)/drumroll train recipes/multi-domain/recipe.yaml --overwrite
+
+frozen-lake sokoban webshop: $(VENV)/installed-dev
+	$(BIN)/drumroll train recipes/$@/warm-start.yaml --overwrite
+	$(BIN)/drumroll train recipes/$@/recipe.yaml --overwrite
+
+frozen-lake: ## a tiny model learns to cross frozen lakes: make the start model, then train
+sokoban: ## a tiny model learns to push boxes: make the start model, then train
+webshop: ## a tiny model learns to shop on a web site: make the start model, then train
 
 bench: $(VENV)/installed ## run all benchmarks and write docs/performance.md (nothing else may run)
 	$(BIN)/python benchmarks/collect.py

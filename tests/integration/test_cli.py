@@ -181,3 +181,11 @@ def test_the_papers_recipes_can_be_planned_anywhere(drumroll, name):
     code, out, err = drumroll("train", f"{ROOT}/recipes/multi-domain/{name}.yaml", "--dry-run")
     assert (code, err) == (0, "")
     assert "64 prompts × 8 samples" in out
+
+
+@pytest.mark.parametrize("variant", ["paper", "smollm2"])
+@pytest.mark.parametrize("name", ["frozen-lake", "sokoban", "webshop"])
+def test_agentic_recipes_can_be_planned_anywhere(drumroll, name, variant):
+    code, out, err = drumroll("train", f"{ROOT}/recipes/{name}/{variant}.yaml", "--dry-run")
+    assert (code, err) == (0, "")
+    assert ("128 prompts × 8 samples = 1024" if variant == "paper" else "8 prompts × 8 samples") in out

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumroll.config.data import DataConfig, DatasetConfig
+from drumroll.data.conversation import Conversation
 from drumroll.data.problems import TASKS, demonstrations
 from drumroll.data.render import Renderer
 from drumroll.data.rows import read
@@ -16,6 +17,7 @@ from drumroll.data.source import PromptSource
 from drumroll.errors import DataError
 from drumroll.models import tiny
 from drumroll.rollout.places import Places
+from drumroll.sample import Owner
 
 RENDERER = Renderer(tiny.tokenizer())
 TEMPLATE = (
@@ -196,3 +198,25 @@ def test_every_batch_has_each_streams_share_to_within_one(weights, batches):
         seen.update(quotas)
     drawn = sum(batches)
     assert all(abs(seen[s] - drawn * shares[s] / total) <= len(shares) for s in shares)  # nothing is denied for good
+
+
+@pytest.mark.parametrize("renderer", [RENDERER, chat_renderer()])
+def test_an_episode_is_imitated_as_it_would_be_played(tmp_path, renderer):
+    drawn, reader = source(
+        tmp_path, [{"prompt": "a", "completion": "b", "more": ["c", "d", "e", "f"]}], renderer=renderer
+    ).draw_with_reader()
+    pieces = reader.answers(drawn)
+    assert [owner for owner, _ in pieces] == [Owner.POLICY, Owner.ENVIRONMENT] * 2 + [Owner.POLICY]
+    talk = Conversation(renderer, "a")
+    assert list(drawn.tokens) == talk.prompt()
+    eos = renderer.tokenizer.eos_token_id
+    for turn, (said, seen) in enumerate((("b", "c"), ("d", "e"), ("f", None))):
+        assert pieces[2 * turn][1] == [*renderer.encode(said), eos]
+        if seen is not None:
+            assert pieces[2 * turn + 1][1] == talk.follow(said, seen, eos)
+
+
+def test_an_episode_that_cannot_be_imitated_is_named(tmp_path):
+    drawn, reader = source(tmp_path, [{"prompt": "a", "completion": "b", "more": ["c"]}]).draw_with_reader()
+    with pytest.raises(DataError, match="observed and answered in turn"):
+        reader.answers(drawn)

@@ -299,12 +299,14 @@ def test_demonstrations_come_as_turns_and_as_conversations():
             past = "".join(f"{said[2 * i]}{said[2 * i + 1]}|" for i in range(first, turn))
             assert row["prompt"] == past + said[2 * turn]
             assert row["completion"] == said[2 * turn + 1]
+    whole = next(demonstrations("train", 0, "frozen_lake", 0.0, 0.0, form="episodes", style="compact"))
+    assert [whole["prompt"], whole["completion"], *whole["more"]] == said
 
 
 @pytest.mark.parametrize(
     ("given_", "word"),
     [
-        ({"env": "frozen_lake", "form": "song"}, "turns or messages"),
+        ({"env": "frozen_lake", "form": "song"}, "turns, episodes, messages"),
         ({"env": "frozen_lake", "share_of_flawed": 0.8, "share_of_random": 0.3}, "at most 1"),
         ({"env": "lookup", "share_of_flawed": 0.5}, "no flawed"),
     ],

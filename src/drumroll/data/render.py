@@ -37,7 +37,7 @@ class Renderer:
         """Tokens of a given answer after its prompt, up to and including the end of the turn."""
         turns = self._turns(content, chat, system)
         if turns is None:
-            return [*self.encode(completion), self._eos()]
+            return self.turn(completion)
         prompt = self.text(turns)
         whole = self._apply([*turns, {"role": "assistant", "content": completion}], add_generation_prompt=False)
         if not whole.startswith(prompt):
@@ -49,6 +49,10 @@ class Renderer:
         answer = self.encode(whole[len(prompt) :])
         ends = [i for i, token in enumerate(answer) if token == self._eos()]
         return answer[: ends[-1] + 1] if ends else [*answer, self._eos()]
+
+    def turn(self, completion: str) -> list[int]:
+        """Tokens of an answer and of its end."""
+        return [*self.encode(completion), self._eos()]
 
     def text(self, turns: list[Message], tools: Tools = None) -> str:
         """A conversation as text, up to where the model's answer begins; a template that `takes_tools` shows them its own way."""

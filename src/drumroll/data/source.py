@@ -14,11 +14,15 @@ from typing import Any, Protocol
 
 from drumroll.config.data import DataConfig, DatasetConfig
 from drumroll.config.environment import NONE, EnvironmentConfig
+from drumroll.data.conversation import Conversation
 from drumroll.data.render import Content, Renderer
 from drumroll.data.rows import read
 from drumroll.data.split import Row
 from drumroll.errors import DataError
-from drumroll.sample import Prompt, Scene
+from drumroll.sample import Owner, Prompt, Scene
+
+MORE = "more"
+"""Column with the rest of an episode to imitate: texts, observed and answered in turn."""
 
 
 class RequiredColumns(Protocol):
@@ -105,6 +109,26 @@ class Reader:
                 f"it has {', '.join(sorted(prompt.columns))}."
             )
         return self.renderer.answer(prompt.content, completion, chat=self.config.chat, system=self.config.system)
+
+    def answers(self, prompt: Prompt) -> list[tuple[Owner, list[int]]]:
+        """All that follows a prompt: the answer to imitate and, in an episode, what was observed and answered after it."""
+        answer, more = self.answer(prompt), prompt.columns.get(MORE)
+        if more is None:
+            return [(Owner.POLICY, answer)]
+        if not isinstance(more, list) or len(more) % 2 or not all(isinstance(text, str) for text in more):
+            raise DataError(
+                f"{self.name}: the column '{MORE}' must list texts, observed and answered in turn, got {more!r:.80}."
+            )
+        said = str(prompt.columns[self.config.completion])
+        first = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
+        talk = Conversation(self.renderer, first, chat=self.config.chat, system=self.config.system)
+        talk.prompt()
+        pieces = [(Owner.POLICY, self.renderer.turn(said))]
+        for observation, text in zip(more[::2], more[1::2], strict=True):
+            pieces.append((Owner.ENVIRONMENT, talk.follow(said, observation, pieces[-1][1][-1])))
+            pieces.append((Owner.POLICY, self.renderer.turn(text)))
+            said = text
+        return pieces
 
 
 @dataclass

@@ -19,7 +19,7 @@ from drumroll.errors import DataError
 from drumroll.sample import Message
 
 Row = dict[str, Any]
-FORMS = ("turns", "messages")
+FORMS = ("turns", "episodes", "messages")
 WEAK: dict[str, tuple[float, float]] = {"frozen_lake": (0.7, 0.15), "sokoban": (0.8, 0.1), "webshop": (0.55, 0.1)}
 """Shares of turns (flawed, random) that leave an imitator of the compact style much to learn."""
 
@@ -62,10 +62,11 @@ def demonstrations(
     """Episodes of a weak teacher. By default its shares are the environment's in `WEAK`, or none.
 
     `form: turns` gives a row per turn, `prompt` with the last `history` turns before it (default: all) and `completion`;
-    past turns of the policy are followed by `end`. `form: messages` gives a row per episode, as a conversation.
+    past turns of the policy are followed by `end`. `form: episodes` gives a row per episode: `prompt`, `completion`, and in `more` what
+    was observed and answered in turn after that, all of it imitated. `form: messages` gives a conversation, its last turn imitated.
     """
     if form not in FORMS:
-        raise DataError(f"demonstrations: form '{form}' does not exist; choose turns or messages.")
+        raise DataError(f"demonstrations: form '{form}' does not exist; choose {', '.join(FORMS)}.")
     flawed, careless = WEAK.get(env, (0.0, 0.0))
     flawed = flawed if share_of_flawed is None else share_of_flawed
     careless = careless if share_of_random is None else share_of_random
@@ -78,6 +79,9 @@ def demonstrations(
         messages, told = play(played, number, split, flawed, careless)
         if form == "messages":
             yield {"messages": messages, **told}
+        elif form == "episodes":
+            first, answer, *more = [message["content"] for message in messages]
+            yield {"prompt": first, "completion": answer, "more": more, **told}
         else:
             yield from ({**row, **told} for row in _turns(messages, history, end))
 

@@ -232,7 +232,9 @@ class Sokoban(Episode):
         return self._said("D" if box_row > row else "U")
 
     def _board(self) -> str:
-        return self._level.text(*self._at, self.symbols)
+        """The room; compact without its outer wall, which is always there."""
+        room = self._level.text(*self._at, self.symbols)
+        return "\n".join(row[1:-1] for row in room.split("\n")[1:-1]) if self.style == "compact" else room
 
     def _state(self) -> str:
         return self._level.text(*self._at)

@@ -36,10 +36,15 @@ class Demonstrations:
 
     def _demonstration(self, index: int) -> Group:
         prompt, reader = self.source.draw_with_reader()
-        answer = reader.answer(prompt)[: max(1, self.config.max_tokens - len(prompt.tokens))]
         trace = Trace()
         trace.extend(list(prompt.tokens), Owner.PROMPT)
-        trace.extend(answer, Owner.POLICY, [0.0] * len(answer), [0] * len(answer))
+        longest = max(self.config.max_tokens, len(prompt.tokens) + 1)
+        for owner, piece in reader.answers(prompt):
+            tokens = piece[: longest - len(trace.tokens)]
+            if owner is Owner.POLICY or self.config.observations:
+                trace.extend(tokens, Owner.POLICY, [0.0] * len(tokens), [0] * len(tokens))
+            else:
+                trace.extend(tokens, owner)
         return Group(prompt, index, [Sample(prompt, index, 0, traces=[trace], reward=0.0)])
 
     def state(self) -> dict[str, Any]:
