@@ -7,6 +7,7 @@ function registered with transformers under `NAME` only unpacks the heads and ha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -107,7 +108,11 @@ class KVCache:
 
     def __init__(self, shapes: list[tuple[int, int]], pages: int, size: int, dtype: torch.dtype, device: Any) -> None:
         def make(heads: int, dim: int) -> Tensor:
-            return torch.zeros(pages, heads, size, dim, dtype=dtype, device=device)
+            shape = (pages, heads, size, dim)
+            if torch.device(device).type != "cpu":
+                return torch.zeros(shape, dtype=dtype, device=device)
+            zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)  # takes memory only where it is written to
+            return torch.from_numpy(zeros).view(dtype).view(shape)
 
         self.size = size
         self.keys = [make(*shape) for shape in shapes]
