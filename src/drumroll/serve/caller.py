@@ -150,7 +150,7 @@ class Caller:
         self._work.add(task)
         try:
             return await task
-        except asyncio.CancelledError:
+        except (Exception, asyncio.CancelledError):
             if self.closed:
                 raise Refused(404, "this sample is over.", code="sample_over") from None
             raise
