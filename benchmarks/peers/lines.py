@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what a library prints is no answer
 

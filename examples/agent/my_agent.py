@@ -12,5 +12,6 @@ async def solve(client: AsyncOpenAI, prompt: str, answer: str) -> float:
         text = reply.choices[0].message.content or ""
         if text.strip() == answer:
             return reward
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": prompt}]
+        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "user", "content": prompt})
     return 0.0

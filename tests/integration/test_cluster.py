@@ -264,6 +264,7 @@ def loss(tokens, config):
 """
 
 
+@pytest.mark.slow
 def test_own_parts_and_relative_paths_on_every_worker(small, mine, tmp_path, monkeypatch, killer):
     """One's own estimator gets its critic and one's own loss is found, though workers run in another directory; and a
     rank that is killed in the middle of an update is named, not the peer that waited for it."""
@@ -335,6 +336,7 @@ def test_a_dry_run_shows_the_layout(drumroll, small, tmp_path):
     assert "cpu 0-2" in out
 
 
+@pytest.mark.slow
 def test_environments_play_in_processes_of_the_cluster(small):
     """The same episodes as in processes of this machine; failures keep their names, and a hang costs one episode."""
     seeds, bad = "drumroll.data.seeds:seeds", "toy_environments:Bad"
