@@ -72,8 +72,8 @@ class Goal:
         return f"{', '.join(self.attributes)} {self.target.query}, {', '.join(self.options)}, <{self.price_upper:.0f}"
 
     def keywords(self) -> str:
-        """What to search for."""
-        return " ".join([*self.attributes, self.target.query])
+        """What to search for: options too, as the index knows them."""
+        return " ".join([*self.attributes, self.target.query, *self.options])
 
 
 @dataclass
