@@ -188,4 +188,4 @@ def test_the_papers_recipes_can_be_planned_anywhere(drumroll, name):
 def test_agentic_recipes_can_be_planned_anywhere(drumroll, name, variant):
     code, out, err = drumroll("train", f"{ROOT}/recipes/{name}/{variant}.yaml", "--dry-run")
     assert (code, err) == (0, "")
-    assert ("128 prompts × 8 samples = 1024" if variant == "paper" else "8 prompts × 8 samples") in out
+    assert ("128 prompts × 8 samples" if variant == "paper" else "8 prompts × 8 samples") in out
