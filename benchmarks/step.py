@@ -28,6 +28,7 @@ from drumroll.models.loading import load, load_tokenizer
 from drumroll.models.smollm2 import DEFAULT
 
 QUICKSTART = ROOT / "recipes" / "quickstart" / "recipe.yaml"
+OURS = {"all groups": ["reward={use: length, args: {target: 1000}}"], "skipping": []}
 OPERATIONS = 8  # per parameter and token: two to decode it, six to train on it
 
 
@@ -83,24 +84,24 @@ def recipe(folder: Path, model: Path, data: Path, dtype: str) -> Path:
 
 def contest(dtype: str, variants: list[str], rounds: int, model: Path) -> None:
     """Steps by turns, after one step of each that does not count."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         data = prompts(folder, model)
         own = str(recipe(folder, model, data, dtype))
-        players = {
-            "all groups": Contestant("ours_step.py", own, "reward={use: length, args: {target: 1000}}"),
-            "skipping": Contestant("ours_step.py", own),
-            **{f"trl {v}": Contestant("trl_step.py", str(model), v, str(data), environment="trl") for v in variants},
-        }
-        found: dict[str, list[dict[str, Any]]] = {player: [] for player in players}
-        for turn in range(rounds + 1):
-            for player, contestant in players.items():
-                result = contestant.ask(step=turn)
-                print(player, result, file=sys.stderr)
-                if turn:
-                    found[player].append(result)
-        for contestant in players.values():
-            contestant.close()
+        found: dict[str, list[dict[str, Any]]] = {}
+        for name, overrides in OURS.items():  # one of ours at a time: TRL needs most of a small machine's memory
+            players = {
+                name: Contestant("ours_step.py", own, *overrides),
+                **{f"trl {v}": Contestant("trl_step.py", str(model), v, str(data), environment="trl") for v in variants},
+            }
+            for turn in range(rounds + 1):
+                for player, contestant in players.items():
+                    result = contestant.ask(step=turn)
+                    print(player, result, file=sys.stderr)
+                    if turn:
+                        found.setdefault(player, []).append(result)
+            for contestant in players.values():
+                contestant.close()
     report(found, variants, dtype)
 
 
