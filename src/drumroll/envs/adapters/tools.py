@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ class ToolError(Exception):
     """What a tool said when it failed."""
 
 
-class ToolEpisode:
+class ToolEpisode(ABC):
     """What all tool environments share. `prompt` is the task where a row brings none; `teach: false` leaves the tools out of it.
 
     The final answer is scored by `score`, your own `module:function` of the answer and the row's columns; by default it is compared
@@ -56,9 +57,9 @@ class ToolEpisode:
         self.rng = random.Random()
         self.schemas: list[Schema] = []
 
+    @abstractmethod
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """What a tool gives back; whatever it raises is told to the policy."""
-        raise NotImplementedError
 
     def begin(self, seed: int, row: dict[str, Any], more: str = "") -> list[Message]:
         """The tools and the row's task, `more` after it."""
@@ -121,7 +122,7 @@ class ToolEpisode:
         wanted = tool["parameters"].get("required", [])
         return written(Call(tool["name"], {name: SAMPLES.get(parts[name].get("type"), "text") for name in wanted}))
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Nothing is held."""
 
 
