@@ -15,7 +15,8 @@ quickstart: $(VENV)/installed ## install and train a tiny language model in minu
 	$(BIN)/drumroll train recipes/quickstart/recipe.yaml seed=$(SEED) --overwrite
 
 test: system $(VENV)/installed-dev check ## install what tests need, then check and test
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not alone" --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest -m "alone and not slow"
 
 test-slow: system $(VENV)/installed-dev ## the long tests
 	$(BIN)/python -m pytest -m slow

@@ -23,6 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--worlds", type=int, default=2000, help="how many simulated worlds to play")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # clusters of Ray one after the other, also where tests run beside each other
+        if item.path.name in ("test_ray.py", "test_cluster.py", "test_big_cluster.py", "test_jobs.py"):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
+
 SMALL: dict[str, Any] = {
     "name": "small",
     "model": "tiny",

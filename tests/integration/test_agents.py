@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import drumroll
+from drumroll.envs.loops import Loop
 from drumroll.errors import ConfigError, RolloutError
-from drumroll.serve.loops import AgentLoop
 
 ROOT = Path(__file__).parents[2]
 
@@ -128,14 +128,15 @@ def test_an_agent_that_cannot_be_found_or_called_is_told_before_or_named(small, 
         drumroll.train(recipe(small, f"{name}:agent"))
 
 
+@pytest.mark.alone
 def test_a_loop_that_an_agent_blocks_is_left_behind(monkeypatch):
-    monkeypatch.setattr("drumroll.serve.loops.PATIENCE", 0.2)
+    monkeypatch.setattr("drumroll.envs.loops.PATIENCE", 0.2)
 
     async def block():
         time.sleep(2)
 
     async def scene():
-        loop = AgentLoop()
+        loop = Loop("agents")
         stuck = asyncio.ensure_future(loop.run(block))
         await asyncio.sleep(0.05)
         await loop.check()

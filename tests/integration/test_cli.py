@@ -137,6 +137,7 @@ def test_explain(drumroll):
     mistake(drumroll("explain", "algorithm=dappo"), "Did you mean 'dapo'?")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("when", ["rollout", "train"])
 def test_ctrl_c_saves_and_the_run_resumes(recipe, tmp_path, when):
     """A real process, a real signal. Slots of 1 make generation slow; a huge batch makes the update slow."""

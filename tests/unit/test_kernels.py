@@ -115,6 +115,15 @@ def test_the_sampler_draws_the_same(seed, vocabulary, dtype):
     torch.testing.assert_close(logprobs[same], theirs[same], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 64), (64, 576), (5, 12)])
+def test_norms_are_torchs(rows, width):
+    x, weight = torch.randn(1, rows, width), torch.randn(width)
+    expected = torch.nn.functional.rms_norm(x, (width,), weight, 1e-5)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), expected, rtol=1e-5, atol=1e-6)
+    apart = x.transpose(1, 2).contiguous().transpose(1, 2)  # the same numbers, laid out otherwise
+    torch.testing.assert_close(kernels.rms_norm(apart, weight, 1e-5), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from drumroll.cluster.pool import RemoteError, WorkerDied
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.envs import Observation, Step
 from drumroll.envs.host import Stage, check_observation, check_step, where
+from drumroll.envs.loops import Loop
 from drumroll.rewards import Pool
 from drumroll.sample import Scene
 
@@ -25,8 +26,6 @@ THREADS = 256
 PLAY, LEAVE = "drumroll.envs.host:play", "drumroll.envs.host:leave"
 GROWN = ("MemoryError", "TooMuchMemory")
 """Errors after which a process is replaced."""
-PATIENCE = 1.0
-"""Seconds past a call's deadline after which an event loop counts as blocked."""
 T = TypeVar("T")
 
 
@@ -97,43 +96,11 @@ class Looped(Inline):
 
     @override
     async def reset(self, seed: int, row: Mapping[str, Any], seconds: float) -> Observation:
-        return await self.loop.call(lambda: Inline.reset(self, seed, row, seconds), seconds)
+        return await self.loop.run_within(seconds, lambda: Inline.reset(self, seed, row, seconds))
 
     @override
     async def step(self, text: str, seconds: float) -> Step:
-        return await self.loop.call(lambda: Inline.step(self, text, seconds), seconds)
-
-
-class Loop:
-    """An event loop in a thread of its own. One that a coroutine blocks past its deadline is left behind for a new one."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def call(self, make: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T:
-        """What the coroutine returns; it keeps the deadline itself, unless it blocks."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
-        loop = self._loop
-        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
-        try:
-            await asyncio.wait({answer}, timeout=seconds + PATIENCE)
-        except asyncio.CancelledError:
-            answer.cancel()
-            raise
-        if answer.done():
-            return answer.result()
-        answer.cancel()
-        if self._loop is loop:
-            self.close()
-        raise TimeoutError
-
-    def close(self) -> None:
-        """Stop, as soon as whatever runs lets it."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+        return await self.loop.run_within(seconds, lambda: Inline.step(self, text, seconds))
 
 
 async def in_thread(function: Callable[[], T], seconds: float | None) -> T:
@@ -260,7 +227,7 @@ class Places:
         self._open_pool = open_pool
         self._seats: list[Seat] = []
         self._gate = asyncio.Semaphore(THREADS)
-        self._loop = Loop()
+        self._loop = Loop("environments")
         self._count = 0
         self._where: dict[str, str] = {}
 
@@ -282,6 +249,6 @@ class Places:
 
     async def close(self) -> None:
         """End all processes."""
-        self._loop.close()
+        await self._loop.close()
         for seat in self._seats:
             await seat.close()

@@ -179,3 +179,15 @@ void masses(const num *logits, int64_t step, const float *scale, float *peaks, f
         for (int64_t i = whole; i < vocabulary; i++) sums[row * blocks + blocks - 1] += tail[i - whole];
     }
 }
+
+/* Each row divided by the root of its mean square (and epsilon), times the weight. `width` is a multiple of WIDTH. */
+void rms_norm(const num *x, const num *weight, float epsilon, num *out, int64_t rows, int64_t width, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > 1 << 14)
+    for (int64_t row = 0; row < rows; row++) {
+        const num *from = x + row * width;
+        vec squares = {0};
+        for (int64_t i = 0; i < width; i += WIDTH) squares += load(from + i) * load(from + i);
+        const float share = 1 / __builtin_sqrtf(sum(squares) / width + epsilon);
+        for (int64_t i = 0; i < width; i += WIDTH) store(out + row * width + i, load(from + i) * share * load(weight + i));
+    }
+}

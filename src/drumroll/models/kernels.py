@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     found.decode.argtypes, found.decode.restype = [pointer] * 6 + [number] * 3, None
     found.masses.argtypes, found.masses.restype = [pointer, number, pointer, pointer, pointer] + [number] * 4, None
+    found.rms_norm.argtypes = [pointer, pointer, ctypes.c_float, pointer] + [number] * 3
+    found.rms_norm.restype = None
     return found
 
 
@@ -152,3 +155,15 @@ def masses(logits: Tensor, scale: Tensor, block: int) -> tuple[Tensor, Tensor] |
     pointers = (logits.data_ptr(), logits.stride(0), scale.data_ptr(), peak.data_ptr(), sums.data_ptr())
     kernels.masses(*pointers, rows, vocabulary, block, torch.get_num_threads())
     return peak, sums
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """`x` over the root of its mean square, times `weight`: float32 on a CPU."""
+    width = x.shape[-1]
+    kernels = library(x.dtype) if x.dtype is weight.dtype is torch.float32 and width % WIDTH == 0 else None
+    if kernels is None or not x.is_contiguous():
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    out = torch.empty_like(x)
+    rows = x.numel() // width
+    kernels.rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, out.data_ptr(), rows, width, torch.get_num_threads())
+    return out

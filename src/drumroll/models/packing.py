@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from drumroll.models.kernels import rms_norm
+
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one parent that are given the same input
 
 
@@ -72,7 +74,7 @@ class _Norm(nn.Module):
     @override
     def forward(self, hidden_states: Tensor) -> Tensor:
         if torch.is_inference_mode_enabled():
-            return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+            return rms_norm(hidden_states, self.weight, self.variance_epsilon)
         return super().forward(hidden_states)
 
 

@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from typing_extensions import override
+
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Sampling
 from drumroll.envs.host import agent_path
+from drumroll.envs.loops import Loop
 from drumroll.envs.places import in_thread
 from drumroll.errors import ConfigError, MissingExtra
 from drumroll.registry import import_path
@@ -26,7 +29,6 @@ from drumroll.rollout.router import Router
 from drumroll.sample import ENVIRONMENT, GREEDY, Failure, Sample, StopReason, sample_seed
 from drumroll.serve.caller import LIMITS, Caller, Served
 from drumroll.serve.endpoint import Endpoint
-from drumroll.serve.loops import AgentLoop
 from drumroll.serve.protocol import Refused
 from drumroll.serve.writing import Line
 
@@ -86,6 +88,28 @@ class Agents:
             caller.close()
         await self.loop.close()
         await self.endpoint.close()
+
+
+class AgentLoop(Loop):
+    """The loop that agents run on, with an `openai` client whose connections they share."""
+
+    def __init__(self) -> None:
+        super().__init__("agents")
+        self._clients: dict[asyncio.AbstractEventLoop, Any] = {}
+
+    def client(self, base_url: str, api_key: str) -> Any:
+        """In the loop's thread: the client, for a sample's address."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            from openai import AsyncOpenAI
+
+            self._clients[loop] = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None, max_retries=0)
+        return self._clients[loop].with_options(base_url=base_url)
+
+    @override
+    async def ending(self) -> None:
+        if (client := self._clients.pop(asyncio.get_running_loop(), None)) is not None:
+            await client.close()
 
 
 class AgentEpisode:
