@@ -303,6 +303,16 @@ def test_demonstrations_come_as_turns_and_as_conversations():
     assert [whole["prompt"], whole["completion"], *whole["more"]] == said
 
 
+def test_a_prompt_may_come_once_in_an_episode():
+    given_ = {"env": "frozen_lake", "share_of_flawed": 1.0, "share_of_random": 0.0, "history": 0, "style": "compact"}
+    rows = list(itertools.islice(demonstrations("train", 0, **given_), 200))
+    episodes_ = {row["instance"]: [r["prompt"] for r in rows if r["instance"] == row["instance"]] for row in rows}
+    distinct = list(itertools.islice(demonstrations("train", 0, distinct=True, **given_), 30))
+    expected = [prompt for prompts in episodes_.values() for prompt in dict.fromkeys(prompts)]
+    assert [row["prompt"] for row in distinct] == expected[:30]
+    assert len(expected) < len(rows)
+
+
 @pytest.mark.parametrize(
     ("given_", "word"),
     [

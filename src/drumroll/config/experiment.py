@@ -209,7 +209,7 @@ class SFTConfig(RunConfig):
     max_tokens: int = Field(1024, ge=2)
     """Longest row, prompt and completion together, in tokens; a longer one loses its tail."""
     observations: bool = False
-    """In episodes, learn to predict what is observed too, not only the answers: a model that starts from nothing learns to read sooner."""
+    """Learn to predict prompts and observations too, not only the answers: a model that starts from nothing learns to read sooner."""
     eval_max_tokens: int = Field(64, ge=1)
     """Longest completion in evaluation."""
 

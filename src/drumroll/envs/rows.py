@@ -57,12 +57,13 @@ def demonstrations(
     form: str = "turns",
     history: int | None = None,
     end: str = "",
+    distinct: bool = False,
     **settings: Any,
 ) -> Iterator[Row]:
     """Episodes of a weak teacher. By default its shares are the environment's in `WEAK`, or none.
 
     `form: turns` gives a row per turn, `prompt` with the last `history` turns before it (default: all) and `completion`;
-    past turns of the policy are followed by `end`. `form: episodes` gives a row per episode: `prompt`, `completion`, and in `more` what
+    past turns of the policy are followed by `end`, and if `distinct`, a prompt comes once in an episode. `form: episodes` gives a row per episode: `prompt`, `completion`, and in `more` what
     was observed and answered in turn after that, all of it imitated. `form: messages` gives a conversation, its last turn imitated.
     """
     if form not in FORMS:
@@ -83,7 +84,7 @@ def demonstrations(
             first, answer, *more = [message["content"] for message in messages]
             yield {"prompt": first, "completion": answer, "more": more, **told}
         else:
-            yield from ({**row, **told} for row in _turns(messages, history, end))
+            yield from ({**row, **told} for row in _turns(messages, history, end, distinct))
 
 
 def play(env: Playable, instance: int, split: str, flawed: float = 0.0, careless: float = 0.0) -> tuple[list[Message], Row]:
@@ -111,10 +112,14 @@ def _said(observation: Observation) -> list[Message]:
     return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
 
 
-def _turns(messages: list[Message], history: int | None, end: str) -> Iterator[Row]:
+def _turns(messages: list[Message], history: int | None, end: str, distinct: bool) -> Iterator[Row]:
     """A row for each turn of the policy, with what it had read until then as one text."""
+    seen: set[str] = set()
     own = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     texts = [message["content"] + (end if message["role"] == "assistant" else "") for message in messages]
     for count, place in enumerate(own):
         first = 0 if history is None or count <= history else own[count - history - 1] + 1
-        yield {"prompt": "".join(texts[first:place]), "completion": messages[place]["content"]}
+        prompt = "".join(texts[first:place])
+        if not (distinct and prompt in seen):
+            yield {"prompt": prompt, "completion": messages[place]["content"]}
+        seen.add(prompt)

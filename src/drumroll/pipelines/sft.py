@@ -36,12 +36,13 @@ class Demonstrations:
 
     def _demonstration(self, index: int) -> Group:
         prompt, reader = self.source.draw_with_reader()
-        trace = Trace()
-        trace.extend(list(prompt.tokens), Owner.PROMPT)
-        longest = max(self.config.max_tokens, len(prompt.tokens) + 1)
-        for owner, piece in reader.answers(prompt):
+        trace, told = Trace(), list(prompt.tokens)
+        longest = max(self.config.max_tokens, len(told) + 1)
+        first = 1 if self.config.observations else len(told)  # nothing comes before the first token
+        pieces = ((Owner.PROMPT, told[:first]), (Owner.PROMPT, told[first:]), *reader.answers(prompt))
+        for number, (owner, piece) in enumerate(pieces):
             tokens = piece[: longest - len(trace.tokens)]
-            if owner is Owner.POLICY or self.config.observations:
+            if owner is Owner.POLICY or (self.config.observations and number):
                 trace.extend(tokens, Owner.POLICY, [0.0] * len(tokens), [0] * len(tokens))
             else:
                 trace.extend(tokens, owner)
