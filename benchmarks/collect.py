@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = (
     "step.py",
     "step.py --peer trl",
+    "step.py --peer trl --variants autocast,bfloat16 --ours all --rounds 0",
     "rollout.py",
     "train.py",
     "growth.py",

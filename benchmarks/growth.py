@@ -94,6 +94,9 @@ def draw(panels: dict[str, dict[str, list[Point]]]) -> None:
         for row, label in enumerate(("tokens per second", "cache, MB")):
             axis = axes[row][column]
             axis.set(xscale="log", yscale="log", xlabel=title, ylabel=label)
+            measured = sorted({p.at for points in lines.values() for p in points})
+            axis.set_xticks(measured, [str(at) for at in measured])
+            axis.set_xticks([], minor=True)
             axis.grid(alpha=0.3)
             if len(lines) > 1:
                 axis.legend()

@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parent.parent
 
 sys.path[:0] = [str(ROOT / "tests" / "simulation"), str(ROOT / "tests" / "unit")]
+
+settings.register_profile("patient", deadline=None, max_examples=60)  # tests of the clock are marked `alone`
+settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

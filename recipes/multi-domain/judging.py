@@ -1,4 +1,4 @@
-"""Verdicts to imitate: a judge for the tiny model, who says whether a word was reversed."""
+"""Verdicts to imitate: for the tiny model a judge who says whether a word was reversed, for SmolLM2 one who compares answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from drumroll.data.problems import reversal
+from drumroll.data.problems import questions, reversal
+from drumroll.rewards.templates import fill, template
 
 
 def verdicts(split: str, seed: int) -> Iterator[dict[str, Any]]:
@@ -25,3 +26,14 @@ def _spoiled(right: str, copied: str, rng: random.Random) -> str:
     changed = rng.randrange(len(right))
     other = right[:changed] + rng.choice("abcdefgh") + right[changed + 1 :]
     return rng.choice([copied, copied, right[:-1], right[1:], "".join(letters), other, other, right + rng.choice("abcdefgh")])
+
+
+def comparisons(split: str, seed: int, **settings: Any) -> Iterator[dict[str, Any]]:
+    """The template `reference` about a sum → `yes`. Half of the answers are wrong by a little, or by their sign."""
+    rng = random.Random(f"comparisons/{split}/{seed}")
+    for row in questions(split, seed, **settings):
+        right = int(row["answer"])
+        given = right if rng.random() < 0.5 else rng.choice([right + 1, right - 1, right + 2, right - 2, right + 10, -right])
+        said = rng.choice(["{}", "{}", "{}.", "The result is {}.", "The answer is {}", "= {}"]).format(given)
+        verdict = "yes" if given == right else "no"
+        yield {"prompt": fill(template("reference").text, row | {"completion": said}), "answer": verdict, "completion": verdict}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drumroll.algorithms import Algorithm
@@ -196,7 +196,3 @@ def test_gradient_equals_plain_padded_transformers():
     (-(chosen[trained[:, 1:]]).mean()).backward()
     plain = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert relative(ours, plain) < 1e-6
-
-
-settings.register_profile("default", deadline=None, max_examples=60)
-settings.load_profile("default")

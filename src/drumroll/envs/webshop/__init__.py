@@ -117,7 +117,7 @@ class WebShop(Episode):
         elif value == PREV:
             self._to_previous()
         elif self._item is None:
-            self._item, self._chosen = self.shop.by_id[value], {}
+            self._item, self._chosen = self._links()[value], {}
         elif value in TABS:
             self._tab = value
         else:
@@ -133,7 +133,11 @@ class WebShop(Episode):
             return [BACK, PREV]
         if self._item:
             return [BACK, PREV, *self._choices(self._item), *TABS, BUY]
-        return [BACK, PREV, *([NEXT] if self._page + 1 < self._pages() else []), *(hit.id for hit in self._on_page())]
+        return [BACK, PREV, *([NEXT] if self._page + 1 < self._pages() else []), *self._links()]
+
+    def _links(self) -> dict[str, Product]:
+        """Hits of the page by what is clicked: the product's id, in the compact style its place."""
+        return {str(place) if self.style == "compact" else hit.id: hit for place, hit in enumerate(self._on_page(), 1)}
 
     def _choices(self, item: Product) -> dict[str, tuple[str, str]]:
         """Option by what is clicked: its value, or `name: value` where the value alone would be ambiguous."""
@@ -184,11 +188,11 @@ class WebShop(Episode):
         if not self._query:
             return "search"
         if self._item is None:
-            lines = [f"{hit.id} {hit.title} {hit.price:g}" for hit in self._on_page()]
+            lines = [f"{link} {hit.title} {hit.price:g}" for link, hit in self._links().items()]
             return "\n".join([f"{self._page + 1}/{self._pages()}", *(lines or ["none"])])
         if self._tab:
             return self._tab_text(self._item)
-        lines = [f"{self._item.id} {self._item.title} {self._item.price:g}"]
+        lines = [f"{self._item.title} {self._item.price:g}"]
         for name in self._item.options:
             shown = [
                 f"*{v}" if self._chosen.get(n) == v else key for key, (n, v) in self._choices(self._item).items() if n == name
@@ -201,7 +205,7 @@ class WebShop(Episode):
             return "Search page. Use search[words]."
         links = f"[{BACK}] [{PREV}]"
         if self._item is None:
-            lines = [f"[{hit.id}] {hit.title}, ${hit.price:.2f}" for hit in self._on_page()] or ["Nothing was found."]
+            lines = [f"[{link}] {hit.title}, ${hit.price:.2f}" for link, hit in self._links().items()] or ["Nothing was found."]
             more = f" [{NEXT}]" if NEXT in self.clickable() else ""
             return "\n".join([f"Page {self._page + 1} of {self._pages()} for '{self._query}'. {links}{more}", *lines])
         if self._tab:
@@ -231,7 +235,7 @@ class WebShop(Episode):
             if place is None:
                 return BACK
             page = place // self.per_page
-            return self._hits[place].id if page == self._page else NEXT if page > self._page else PREV
+            return list(self._links())[place % self.per_page] if page == self._page else NEXT if page > self._page else PREV
         if not self._fulfils(self._item):
             return PREV
         labels = {pair: label for label, pair in self._choices(self._item).items()}
@@ -257,5 +261,5 @@ class WebShop(Episode):
         if not self._query:
             return self.say(f"search[{self._goal.keywords()}]")
         if self._item is None:
-            return self.say(f"click[{self._hits[0].id if self._hits and not self._page else BACK}]")
+            return self.say(f"click[{next(iter(self._links())) if self._hits and not self._page else BACK}]")
         return self.say(f"click[{PREV if self._tab else BUY}]")

@@ -69,7 +69,7 @@ class Goal:
 
     def short(self) -> str:
         """The goal in few characters."""
-        return f"{', '.join(self.attributes)} {self.target.query}, {', '.join(self.options)}, <{self.price_upper:.0f}"
+        return f"{self.keywords()} <{self.price_upper:.0f}"
 
     def keywords(self) -> str:
         """What to search for: options too, as the index knows them."""
