@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from drumroll.data.problems import questions, reversal
-from drumroll.rewards.templates import fill, template
+from drumroll.rewards.templates import fill
 
 
 def verdicts(split: str, seed: int) -> Iterator[dict[str, Any]]:
@@ -28,12 +28,12 @@ def _spoiled(right: str, copied: str, rng: random.Random) -> str:
     return rng.choice([copied, copied, right[:-1], right[1:], "".join(letters), other, other, right + rng.choice("abcdefgh")])
 
 
-def comparisons(split: str, seed: int, **settings: Any) -> Iterator[dict[str, Any]]:
-    """The template `reference` about a sum → `yes`. Half of the answers are wrong by a little, or by their sign."""
+def comparisons(split: str, seed: int, template: str, **settings: Any) -> Iterator[dict[str, Any]]:
+    """The judge's question about a sum → `yes`. Half of the answers are wrong by a little, or by their sign."""
     rng = random.Random(f"comparisons/{split}/{seed}")
     for row in questions(split, seed, **settings):
         right = int(row["answer"])
         given = right if rng.random() < 0.5 else rng.choice([right + 1, right - 1, right + 2, right - 2, right + 10, -right])
         said = rng.choice(["{}", "{}", "{}.", "The result is {}.", "The answer is {}", "= {}"]).format(given)
         verdict = "yes" if given == right else "no"
-        yield {"prompt": fill(template("reference").text, row | {"completion": said}), "answer": verdict, "completion": verdict}
+        yield {"prompt": fill(template, row | {"completion": said}), "answer": verdict, "completion": verdict}

@@ -34,6 +34,7 @@ def test_every_recipe_loads(recipe):
         ),
         ("rollout.samples=1", "must be at least 2, got 1"),
         ("reward={}", "reward is missing"),
+        ("environment={mode: step, context: 99}", "data.max_prompt_tokens bounds what it shows"),
         ("data.mixture={sums: 1}", "data.train has ['reversal', 'sums']"),
         ("eval.best_by=other", "eval.sets has ['sums']"),
         ("pipeline=rl_", "'rl_' is not known; choose one of rl, sft. Did you mean 'rl'?"),

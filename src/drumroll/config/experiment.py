@@ -140,6 +140,15 @@ class RLConfig(RunConfig):
         return own.context or turn + (own.max_turns - 1) * 2 * self.rollout.longest
 
     @model_validator(mode="after")
+    def _context_is_a_trajectorys(self) -> Self:
+        if self.environment.mode == "step" and self.environment.context is not None:
+            raise ValueError(
+                f"environment.context: {self.environment.context} bounds whole episodes, but with environment.mode: step a trace is "
+                "one turn; data.max_prompt_tokens bounds what it shows"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batch_divides(self) -> Self:
         samples, mini = self.rollout.prompts * self.rollout.samples, self.optim.minibatch
         if mini is not None and samples % mini and not self.rollout.domains:

@@ -69,6 +69,8 @@ class Start:
     reward: float
     useful: float
     truncated: float
+    limit: str
+    """The setting that cuts off most of those that are."""
     tokens: float
     failure: Failure | None
 
@@ -210,12 +212,15 @@ async def _start(config: RLConfig, player: Evaluator, domain: str, prompts: Sequ
     rewards = [s.reward or 0.0 for s in samples]
     groups = [rewards[i : i + own.samples] for i in range(0, len(rewards), own.samples)]
     count, threshold = len(samples), config.eval.pass_threshold
+    cut = [s.stop for s in samples if s.stop in (StopReason.LENGTH, StopReason.CONTEXT)]
+    episode = "environment.context" if config.environment.mode == "trajectory" else "data.max_prompt_tokens"
     return Start(
         domain,
         sum(s.success is True or (s.success is None and (s.reward or 0.0) > threshold) for s in samples) / count,
         statistics.mean(rewards),
         sum(max(g) - min(g) > 1e-9 for g in groups) / len(groups),
-        sum(s.stop in (StopReason.LENGTH, StopReason.CONTEXT) for s in samples) / count,
+        len(cut) / count,
+        "rollout.max_tokens" if cut.count(StopReason.LENGTH) * 2 >= len(cut) else episode,
         statistics.mean(s.policy_length() for s in samples),
         next((s.failure for s in samples if s.failure is not None), None),
     )
@@ -231,7 +236,7 @@ def _advice(start: Start) -> Iterator[str]:
             "rollout.filter: zero_variance with rollout.oversample trains on these alone."
         )
     if start.truncated > 0.5:
-        yield f"{start.domain}: {start.truncated:.0%} of completions are cut off: raise rollout.max_tokens."
+        yield f"{start.domain}: {start.truncated:.0%} of completions are cut off: raise {start.limit}."
 
 
 def preflight_tables(found: Preflight) -> list[RenderableType]:
