@@ -71,11 +71,11 @@ async def _inspect(use: str, args: dict[str, Any], seconds: float) -> list[tuple
     found: list[tuple[str, bool | None, str]] = []
     began, globals_before = time.perf_counter(), _global_state()
     try:
-        first = await _episode(use, args, 0)
+        first = await episode(use, args, 0)
     except Exception as error:
         return [("answers", False, f"{type(error).__name__}: {error}")]
     found.append(("answers", True, "an observation, then steps of the right types"))
-    again = await _episode(use, args, 0)
+    again = await episode(use, args, 0)
     found.append(_same("same seed, same episode", first, again))
     found.append(await _seeds(use, args, first))
     untouched = all(before in ("", after) for before, after in zip(globals_before, _global_state(), strict=True))
@@ -93,7 +93,7 @@ async def _seeds(use: str, args: dict[str, Any], first: Record) -> tuple[str, bo
     name, turns, seeds = "seeds matter", [text for text, _ in first[1:]], range(1, 6)
     if getattr(Stage(use, args).environment, "from_rows", False):
         return name, None, "its rows decide how an episode begins"
-    others = [await _episode(use, args, seed, turns) for seed in seeds]
+    others = [await episode(use, args, seed, turns) for seed in seeds]
     begin = sum(other[0] != first[0] for other in others)
     if begin:
         return name, True, f"{begin} of {len(seeds)} other seeds begin differently"
@@ -101,11 +101,13 @@ async def _seeds(use: str, args: dict[str, Any], first: Record) -> tuple[str, bo
     return name, go_on > 0, f"no other seed begins differently, {go_on} of {len(seeds)} go on differently"
 
 
-async def _episode(use: str, args: dict[str, Any], seed: int, turns: list[str] | None = None) -> Record:
+async def episode(
+    use: str, args: dict[str, Any], seed: int, turns: list[str] | None = None, row: dict[str, Any] | None = None
+) -> Record:
     """An episode by given turns, else by its own random player, else by numbers; [(observation,), (text, step), ...]."""
     stage = Stage(use, args)
     try:
-        record: Record = [(await stage.reset(seed, {}),)]
+        record: Record = [(await stage.reset(seed, row or {}),)]
         choose = _chooser(stage, "random_action")
         for turn in range(LONGEST if turns is None else len(turns)):
             text = turns[turn] if turns is not None else choose() if choose else str(turn % 4)
