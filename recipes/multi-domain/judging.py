@@ -28,12 +28,23 @@ def _spoiled(right: str, copied: str, rng: random.Random) -> str:
     return rng.choice([copied, copied, right[:-1], right[1:], "".join(letters), other, other, right + rng.choice("abcdefgh")])
 
 
+FORMS = (
+    "{given}",
+    "{given}.",
+    "The result is {given}.",
+    "{sum} = {given}",
+    "{sum} = {given}.",
+    "{sum} equals {given}.",
+    "{sum} is {given}.",
+)
+
+
 def comparisons(split: str, seed: int, template: str, **settings: Any) -> Iterator[dict[str, Any]]:
     """The judge's question about a sum → `yes`. Half of the answers are wrong by a little, or by their sign."""
     rng = random.Random(f"comparisons/{split}/{seed}")
     for row in questions(split, seed, **settings):
-        right = int(row["answer"])
+        right, asked = int(row["answer"]), row["prompt"].removeprefix("What is ").partition("?")[0]
         given = right if rng.random() < 0.5 else rng.choice([right + 1, right - 1, right + 2, right - 2, right + 10, -right])
-        said = rng.choice(["{}", "{}", "{}.", "The result is {}.", "The answer is {}", "= {}"]).format(given)
+        said = rng.choice(FORMS).format(given=given, sum=asked)
         verdict = "yes" if given == right else "no"
         yield {"prompt": fill(template, row | {"completion": said}), "answer": verdict, "completion": verdict}
