@@ -156,14 +156,15 @@ def headline(metrics: Metrics) -> list[tuple[str, str]]:
 
 def ending(run: Run, summary: Mapping[str, Any]) -> Group:
     """Where the run lives, what it changed, and how to look at it."""
-    table = Table(title=f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s", title_justify="left")
-    for column in ("held out", "before", "after", "sampled before", "sampled after"):
-        table.add_column(column, justify="left" if column == "held out" else "right")
+    kinds = {"score": "", **{kind: f"_{kind}" for kind in ("sampled", "success", "effective", "turns")}}
+    shown = {label: suffix for label, suffix in kinds.items() if summary.get(f"before{suffix}")}
+    table = Table("held out", *shown)
     for name in summary["before"]:
-        values = [summary[key].get(name) for key in ("before", "after", "before_sampled", "after_sampled")]
-        table.add_row(name, *("–" if v is None else f"{v:.3f}" for v in values))
+        cells = ([summary.get(f"{when}{suffix}", {}).get(name) for when in ("before", "after")] for suffix in shown.values())
+        table.add_row(name, *("–" if None in pair else "{:.3f} → {:.3f}".format(*pair) for pair in cells))
+    title = f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s"
     lines = f"run      {run.path}\nmodel    {run.model_path}\nreport   {run.path / 'report.html'}\nlook     drumroll run samples {run.path}"
-    return Group(table, lines) if summary["before"] else Group(lines)
+    return Group(title, table, lines) if summary["before"] else Group(lines)
 
 
 def for_console(config: AnyConfig, console: Console) -> Progress:
