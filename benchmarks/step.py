@@ -155,6 +155,8 @@ def main() -> None:
     if given.peer is None:
         name, *overrides = given.arguments or [str(QUICKSTART)]
         alone(name, overrides)
+    elif unknown := set(given.ours.split(",")) - set(OURS):
+        sys.exit(f"--ours {min(unknown)} does not exist; choose among {', '.join(OURS)}")
     elif not installed("trl"):
         sys.exit("TRL is not installed: make bench-env")
     else:
