@@ -2,6 +2,7 @@
 
 import asyncio
 import html
+import json
 
 import pytest
 import yaml
@@ -116,6 +117,21 @@ def test_mixtures_and_transfer(played):
     plain = [s for s in run.samples if s["domain"] == "sums"]
     assert plain
     assert not any(s["turns"] for s in plain)
+
+
+@pytest.mark.parametrize(
+    ("how", "setting"),
+    [
+        ({"mode": "trajectory", "context": 40}, "environment.context"),
+        ({"mode": "step", "history": 6, "keep_first": True}, "data.max_prompt_tokens"),
+    ],
+)
+def test_check_names_the_limit_that_cuts_episodes_off(played, drumroll, tmp_path, how, setting):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(played("toy_environments:Corridor", environment={"max_turns": 9, **how})))
+    code, out, _ = drumroll("check", str(path))
+    assert code == 0, out
+    assert f"of completions are cut off: raise {setting}." in " ".join(out.split())
 
 
 def test_other_rewards_may_be_added(played, mine, drumroll):
