@@ -5,11 +5,12 @@ BIN    := $(VENV)/bin
 SEED   ?= 0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help quickstart test test-slow soak check format smollm2 tiny multi-domain frozen-lake sokoban webshop bench bench-env vllm system clean
+.PHONY: help quickstart test test-slow soak check format smollm2 tiny multi-domain frozen-lake sokoban webshop \
+	multi-domain-smollm2 frozen-lake-smollm2 sokoban-smollm2 webshop-smollm2 bench bench-env vllm system clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
 quickstart: $(VENV)/installed ## install and train a tiny language model in minutes (SEED=7 takes another seed)
 	$(BIN)/drumroll train recipes/quickstart/recipe.yaml seed=$(SEED) --overwrite
@@ -52,6 +53,18 @@ frozen-lake sokoban webshop: $(VENV)/installed-dev
 frozen-lake: ## a tiny model learns to cross frozen lakes: make the start model, then train
 sokoban: ## a tiny model learns to push boxes: make the start model, then train
 webshop: ## a tiny model learns to shop on a web site: make the start model, then train
+
+multi-domain-smollm2: smollm2 system ## five domains at once for SmolLM2: teach its judge, then train
+	$(BIN)/drumroll train recipes/multi-domain/judge-smollm2.yaml --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/smollm2.yaml --overwrite
+
+frozen-lake-smollm2 sokoban-smollm2 webshop-smollm2: smollm2
+	$(BIN)/drumroll train recipes/$(@:-smollm2=)/warm-start-smollm2.yaml --overwrite
+	$(BIN)/drumroll train recipes/$(@:-smollm2=)/smollm2.yaml --overwrite
+
+frozen-lake-smollm2: ## the same as frozen-lake for SmolLM2
+sokoban-smollm2: ## the same as sokoban for SmolLM2
+webshop-smollm2: ## the same as webshop for SmolLM2
 
 bench: $(VENV)/installed ## run all benchmarks and write docs/performance.md (nothing else may run)
 	$(BIN)/python benchmarks/collect.py

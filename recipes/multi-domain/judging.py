@@ -39,12 +39,13 @@ FORMS = (
 )
 
 
-def comparisons(split: str, seed: int, template: str, **settings: Any) -> Iterator[dict[str, Any]]:
-    """The judge's question about a sum → `yes`. Half of the answers are wrong by a little, or by their sign."""
+def comparisons(split: str, seed: int, template: str, bare: int = 0, **settings: Any) -> Iterator[dict[str, Any]]:
+    """The judge's question about a sum → `yes`. Half of the answers are wrong by a little, or by their sign; the first `bare` have no words."""
     rng = random.Random(f"comparisons/{split}/{seed}")
-    for row in questions(split, seed, **settings):
+    for number, row in enumerate(questions(split, seed, **settings)):
         right, asked = int(row["answer"]), row["prompt"].removeprefix("What is ").partition("?")[0]
         given = right if rng.random() < 0.5 else rng.choice([right + 1, right - 1, right + 2, right - 2, right + 10, -right])
-        said = rng.choice(FORMS).format(given=given, sum=asked)
+        form = FORMS[0] if number < bare else rng.choice(FORMS)
         verdict = "yes" if given == right else "no"
+        said = form.format(given=given, sum=asked)
         yield {"prompt": fill(template, row | {"completion": said}), "answer": verdict, "completion": verdict}
