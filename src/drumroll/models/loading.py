@@ -118,17 +118,28 @@ def _pretrained(name: str, read: Callable[[str], T]) -> T:
         raise ModelError(f"model: there is no directory {name}.")
     if not local and "/" not in name and did_you_mean(name, tiny.NAMES):
         raise ModelError(f"model: '{name}' is not known.{did_you_mean(name, tiny.NAMES)}")
-    source = str(path) if local else name
+    if not local:
+        _ask_hub(name)
     try:
-        return read(source)
+        return read(str(path) if local else name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        if local:
-            raise ModelError(f"model: {name} could not be loaded: {reason}") from error
+        raise ModelError(f"model: {name} could not be loaded: {reason}") from error
+
+
+def _ask_hub(name: str) -> None:
+    """One request before those of transformers, which are tried again for a minute: a misspelled name is told at once."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"model: '{name}' is neither a local directory nor a built-in ({', '.join(tiny.NAMES)}), and it could not be "
-            f"fetched from the Hugging Face hub. Offline, give the path of a directory "
-            f"with config.json, weights and tokenizer, or run `make smollm2` and use its path."
+            f"model: '{name}' is neither a local directory nor a built-in ({', '.join(tiny.NAMES)}), and the Hugging Face hub "
+            f"did not give it ({reason}). Offline, give the path of a directory with config.json, weights and tokenizer, "
+            f"or run `make smollm2` and use its path."
         ) from error
 
 
