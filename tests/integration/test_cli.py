@@ -184,9 +184,12 @@ def test_the_papers_recipes_can_be_planned_anywhere(drumroll, name):
     assert "64 prompts × 8 samples" in out
 
 
-@pytest.mark.parametrize("variant", ["paper", "smollm2"])
+PLANS = {"paper": "128 prompts × 8 samples = 1,024", "smollm2": "prompts × 8 samples", "warm-start-smollm2": "rows ="}
+
+
+@pytest.mark.parametrize("variant", PLANS)
 @pytest.mark.parametrize("name", ["frozen-lake", "sokoban", "webshop"])
 def test_agentic_recipes_can_be_planned_anywhere(drumroll, name, variant):
     code, out, err = drumroll("train", f"{ROOT}/recipes/{name}/{variant}.yaml", "--dry-run")
     assert (code, err) == (0, "")
-    assert ("128 prompts × 8 samples = 1,024" if variant == "paper" else "8 prompts × 8 samples") in out
+    assert PLANS[variant] in out
