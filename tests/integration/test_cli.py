@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drumroll.errors import ModelError
+from drumroll.models.loading import load_tokenizer
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -182,6 +185,15 @@ def test_the_papers_recipes_can_be_planned_anywhere(drumroll, name):
     code, out, err = drumroll("train", f"{ROOT}/recipes/multi-domain/{name}.yaml", "--dry-run")
     assert (code, err) == (0, "")
     assert "64 prompts × 8 samples" in out
+
+
+def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch):
+    def silent(url):
+        raise TimeoutError
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", silent)
+    with pytest.raises(ModelError, match=r"'nobody/none' is neither .* did not give it \(TimeoutError\)"):
+        load_tokenizer("nobody/none")
 
 
 PLANS = {"paper": "128 prompts × 8 samples = 1,024", "smollm2": "prompts × 8 samples", "warm-start-smollm2": "rows ="}

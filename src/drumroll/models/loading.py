@@ -135,7 +135,7 @@ def _ask_hub(name: str) -> None:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             get_hf_file_metadata(hf_hub_url(name, "config.json"))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]  # a timeout says nothing
         raise ModelError(
             f"model: '{name}' is neither a local directory nor a built-in ({', '.join(tiny.NAMES)}), and the Hugging Face hub "
             f"did not give it ({reason}). Offline, give the path of a directory with config.json, weights and tokenizer, "
