@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 SEED   ?= 0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help quickstart test test-slow soak check format smollm2 tiny multi-domain frozen-lake sokoban webshop \
+.PHONY: help quickstart test test-busy test-slow soak check format smollm2 tiny multi-domain frozen-lake sokoban webshop \
 	multi-domain-smollm2 frozen-lake-smollm2 sokoban-smollm2 webshop-smollm2 bench bench-env vllm system clean
 .DEFAULT_GOAL := help
 
@@ -15,9 +15,11 @@ help: ## list the commands
 quickstart: $(VENV)/installed ## install and train a tiny language model in minutes (SEED=7 takes another seed)
 	$(BIN)/drumroll train recipes/quickstart/recipe.yaml seed=$(SEED) --overwrite
 
-test: system $(VENV)/installed-dev check ## install what tests need, then check and test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not alone" --numprocesses 2 --dist loadgroup
-	$(BIN)/python -m pytest -m "alone and not slow"
+test: system $(VENV)/installed-dev ## install what tests need, then run every part: lint, types, tests, numerics on other CPUs
+	$(BIN)/python tools/suite.py
+
+test-busy: system $(VENV)/installed-dev ## the same beside four busy loops; takes as long as it takes
+	$(BIN)/python tools/suite.py --busy 4
 
 test-slow: system $(VENV)/installed-dev ## the long tests
 	$(BIN)/python -m pytest -m slow
@@ -101,7 +103,8 @@ bench-env: .bench/trl/installed .bench/vllm/installed .bench/ifeval/installed .b
 	.bench/openenv/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers/openenv.txt
 	@touch $@
 
-system: ## system packages of the tests (Debian: chromium, bubblewrap), where they are missing
+system: ## system packages of the tests (Debian: a C compiler, chromium, bubblewrap), where they are missing
+	@command -v cc >/dev/null || ./tools/system-packages gcc libc6-dev
 	@command -v chromium >/dev/null || ./tools/system-packages chromium
 	@command -v bwrap >/dev/null || ./tools/system-packages bubblewrap
 

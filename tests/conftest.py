@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ ROOT = Path(__file__).parent.parent
 
 sys.path[:0] = [str(ROOT / "tests" / "simulation"), str(ROOT / "tests" / "unit")]
 
-settings.register_profile("patient", deadline=None, max_examples=60)  # tests of the clock are marked `alone`
+settings.register_profile("patient", deadline=None, max_examples=60)
+settings.register_profile("quarter", deadline=None, max_examples=15)  # for passes that repeat tests on other instructions
 settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--worlds", type=int, default=2000, help="how many simulated worlds to play")
+    parser.addoption("--worlds", type=int, default=300, help="how many simulated worlds to play")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -113,6 +114,20 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Corouti
             self.heard.append(text)
 
     return Killer
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """One Ray of two machines, each with 8 cores and 2 made-up GPUs, for all tests: starting it takes longer than most of them."""
+    from ray.cluster_utils import Cluster
+
+    machine = {"num_cpus": 8, "num_gpus": 2, "object_store_memory": 2**28}
+    made = Cluster(True, head_node_args=machine | {"include_dashboard": False})
+    try:
+        made.add_node(**machine)
+        yield made
+    finally:
+        made.shutdown()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Agents as episodes: a user's function that calls the model by the `openai` package, trained as it is."""
 
 import asyncio
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -128,21 +128,22 @@ def test_an_agent_that_cannot_be_found_or_called_is_told_before_or_named(small, 
         drumroll.train(recipe(small, f"{name}:agent"))
 
 
-@pytest.mark.alone
 def test_a_loop_that_an_agent_blocks_is_left_behind(monkeypatch):
     monkeypatch.setattr("drumroll.envs.loops.PATIENCE", 0.2)
+    entered, release = threading.Event(), threading.Event()
 
     async def block():
-        time.sleep(2)
+        entered.set()
+        release.wait(300)
 
     async def scene():
         loop = Loop("agents")
         stuck = asyncio.ensure_future(loop.run(block))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(entered.wait, 300)
         await loop.check()
-        before = time.monotonic()
         await loop.run(lambda: asyncio.sleep(0))
-        assert time.monotonic() - before < 1.5
+        assert not stuck.done()
+        release.set()
         await stuck
         await loop.close()
 

@@ -140,7 +140,6 @@ def test_explain(drumroll):
     mistake(drumroll("explain", "algorithm=dappo"), "Did you mean 'dapo'?")
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("when", ["rollout", "train"])
 def test_ctrl_c_saves_and_the_run_resumes(recipe, tmp_path, when):
     """A real process, a real signal. Slots of 1 make generation slow; a huge batch makes the update slow."""
@@ -158,15 +157,15 @@ def test_ctrl_c_saves_and_the_run_resumes(recipe, tmp_path, when):
         cwd=tmp_path,
     )
     metrics = tmp_path / "runs" / "small" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
         assert time.monotonic() < deadline
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
         time.sleep(0.05)
-    began = time.monotonic()
     os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=30)
-    assert time.monotonic() - began < 5
+    done = len(metrics.read_text().splitlines())
+    _, err = process.communicate(timeout=300)
+    assert len(metrics.read_text().splitlines()) <= done + 2  # the step under way, and one that ended meanwhile
     assert process.returncode == 130
     assert "drumroll train --resume" in err
     assert "Traceback" not in err

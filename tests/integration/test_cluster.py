@@ -20,9 +20,8 @@ from drumroll.cluster.seats import LearnerSeat  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
-    """One Ray for the whole file: starting it takes longer than most tests."""
-    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+def cluster(ray_cluster):
+    ray.init(ray_cluster.address, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 

@@ -17,7 +17,6 @@ import torch
 
 ray = pytest.importorskip("ray")
 
-from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util import list_named_actors, placement_group_table  # noqa: E402
 
 from drumroll.cluster.devices import DeviceRequest, Kind, Pool, lay_out  # noqa: E402
@@ -126,17 +125,10 @@ class Worker:
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(ray_cluster):
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    made = Cluster(
-        True, head_node_args={"num_cpus": 8, "num_gpus": 2, "object_store_memory": 2**28, "include_dashboard": False}
-    )
-    try:
-        made.add_node(num_cpus=8, num_gpus=2, object_store_memory=2**28)
-        yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
+    yield ray_cluster
+    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

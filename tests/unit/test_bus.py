@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import FORKED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -88,9 +88,8 @@ class Engine:
     """An engine's process as the test sees it."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.calls, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.calls, theirs = FORKED.Pipe()
+        self.process = FORKED.Process(target=serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -337,9 +336,8 @@ def serve_sender(calls: Connection, run: str) -> None:
 
 
 def test_a_killed_sender_leaves_nothing_behind(run: str):
-    context = multiprocessing.get_context("spawn")
-    calls, theirs = context.Pipe()
-    process = context.Process(target=serve_sender, args=(theirs, run), daemon=True)
+    calls, theirs = FORKED.Pipe()
+    process = FORKED.Process(target=serve_sender, args=(theirs, run), daemon=True)
     process.start()
     receiver, parcel = SharedReceiver(), calls.recv()
     held = dict(receiver.receive(parcel))

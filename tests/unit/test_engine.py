@@ -353,7 +353,9 @@ def test_top_k_top_p_and_min_p_restrict():
     none = torch.zeros(2000, dtype=torch.int64)
     top2, _ = choose(logits, ones, uniform, Restriction(ones, none + 2, ones * 0))
     assert set(top2.tolist()) == {0, 1}
-    nucleus, _ = choose(logits, ones, uniform, Restriction(ones * 0.8, none, ones * 0))
+    nucleus, _ = choose(
+        logits, ones, uniform, Restriction(ones * 0.7, none, ones * 0)
+    )  # not 0.8: whether 0.5 + 0.3 reaches it is rounding
     assert set(nucleus.tolist()) == {0, 1}
     likely, _ = choose(logits, ones, uniform, Restriction(ones, none, ones * 0.2))
     assert set(likely.tolist()) == {0, 1, 2}

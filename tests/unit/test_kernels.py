@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drumroll.engines import sampler
@@ -42,7 +42,6 @@ def world(seed, rows, heads, group, dim, size, dtype):
 
 
 @needs_compiler
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 9),
@@ -96,7 +95,6 @@ def test_shapes_it_does_not_know_are_torchs():
 
 
 @needs_compiler
-@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     vocabulary=st.sampled_from([2, 5, 64, 255, 257, 1003]),

@@ -1,12 +1,11 @@
 """The learner's variants: a critic, adapters, recomputed activations, working weights in bfloat16."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from forked import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from test_batch import exact, random_groups, relative
@@ -193,16 +192,6 @@ def test_bfloat16_keeps_float32_masters():
     assert not torch.equal(ones, learner.working[name])
 
 
-RANK = """
-import sys, torch
-sys.path[:0] = {path!r}
-from test_learner import data_parallel
-if __name__ == "__main__":
-    rank, count, port, dtype, out = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
-    torch.save(data_parallel(rank, count, port, dtype), out)
-"""
-
-
 def data_parallel(rank, count, port, dtype):
     """The gradients of two minibatches' steps, and the log-probs of this rank's share."""
     torch.set_num_threads(1)
@@ -223,18 +212,10 @@ def data_parallel(rank, count, port, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-10), ("float32", 1e-5)])
-def test_two_ranks_have_the_gradient_of_one(tmp_path, dtype, bound):
-    import torch.distributed as dist
-
-    script = tmp_path / "rank.py"
-    script.write_text(RANK.format(path=[str(Path(__file__).parent)]))
+def test_two_ranks_have_the_gradient_of_one(dtype, bound):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    outs = [tmp_path / f"{rank}.pt" for rank in range(2)]
-    command = [sys.executable, str(script)]
-    ranks = [subprocess.Popen([*command, str(r), "2", str(store.port), dtype, str(out)]) for r, out in enumerate(outs)]
+    parts = run_ranks(data_parallel, 2, 2, store.port, dtype)
     whole = data_parallel(0, 1, 0, dtype)
-    assert [r.wait(timeout=120) for r in ranks] == [0, 0]
-    parts = [torch.load(out) for out in outs]
     for mine, theirs in zip(parts[0]["grads"], parts[1]["grads"], strict=True):
         assert torch.equal(mine, theirs)
     assert len(whole["grads"]) == 2

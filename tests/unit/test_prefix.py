@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers as hf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_batch import exact, make_trace, random_groups, relative
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,7 +101,6 @@ def groups(draw):
     return made
 
 
-@settings(max_examples=40, deadline=None)
 @given(groups(), st.integers(5, 60))
 def test_any_groups_cut_anywhere(made, budget):
     batch = pack(made)

@@ -1,7 +1,8 @@
 """Compiled inner loops of generation (`kernels.c`), for CPUs of machines that have a C compiler.
 
 They are compiled for the processor at hand when first wanted, in a second, and kept in the user's cache. Without a compiler,
-on other devices and for shapes they do not know, torch does the same more slowly. `DRUMROLL_KERNELS=off` forbids them.
+on other devices and for shapes they do not know, torch does the same more slowly. `DRUMROLL_KERNELS=off` forbids them;
+`DRUMROLL_KERNELS=x86-64-v3`, or another `-march` of the compiler, compiles them for that processor instead of this one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 COMPILERS = ("cc", "gcc", "clang")
 SOURCE = Path(__file__).with_suffix(".c")
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 DTYPES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 MOST_GROUP, MOST_DIM, WIDTH = 8, 256, 8  # as in the source
 
@@ -44,14 +45,15 @@ def folder() -> Path:
 
 def build(dtype: torch.dtype) -> Path:
     """The compiled library; a new one is made when the source, the compiler or the processor is another."""
-    if os.environ.get("DRUMROLL_KERNELS") == "off":
+    target = os.environ.get("DRUMROLL_KERNELS") or "native"
+    if target == "off":
         raise KernelError("DRUMROLL_KERNELS=off")
     if sys.platform != "linux" or dtype not in DTYPES:
         raise KernelError(f"not made for {dtype} on {sys.platform}")
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise KernelError(f"no C compiler ({', '.join(COMPILERS)}) on PATH")
-    flags = [*FLAGS, *DTYPES[dtype]]
+    flags = [*FLAGS, f"-march={target}", *DTYPES[dtype]]
     made_of = (SOURCE.read_bytes(), " ".join(flags).encode(), Path(compiler).resolve().as_posix().encode(), _processor())
     path = folder() / f"{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:24]}.so"
     if path.exists():
