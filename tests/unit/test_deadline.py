@@ -171,14 +171,28 @@ def test_a_function_that_hangs_is_a_time_out(mine):
     assert (str(result), pool.struck) == ("took longer than 0.3 s", {"wall": 1})
 
 
-@pytest.mark.parametrize("child", ["while True: pass", "time.sleep(1000)", "os.setsid(); time.sleep(1000)"])
-@pytest.mark.parametrize("parent", ["return os.getpid()", "time.sleep(1000)", "os._exit(1)"])
-def test_processes_that_a_function_forked_hold_up_nobody(mine, tmp_path, parent, child):
-    body = f"    pid = os.fork()\n    if pid == 0:\n        {child}\n    open({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n    {parent}\n"
-    name = mine(f"import os, time\ndef f():\n{body}")
+FORKS = """
+import os, time
+def f():
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        {child}
+    with open({path!r}, "w") as file: file.write(str(pid))
+    os.read(reader, 1)
+    {parent}
+"""
+
+
+@pytest.mark.parametrize("leaves", ["", "os.setsid(); "], ids=["in the group", "out of it"])
+@pytest.mark.parametrize("child", ["while True: pass", "time.sleep(1000)"])
+@pytest.mark.parametrize("parent", ["return 1", "time.sleep(1000)", "os._exit(1)"])
+def test_processes_that_a_function_forked_hold_up_nobody(mine, tmp_path, parent, child, leaves):
+    path = str(tmp_path / "pid")
+    child = f"{leaves}os.write(writer, b'x')\n        {child}"
+    name = mine(FORKS.format(child=child, path=path, parent=parent))
     called(f"{name}:f", {}, 0.5)
-    pid = int((tmp_path / "pid").read_text())
-    if "setsid" in child:  # it left the group
+    pid = int(Path(path).read_text())
+    if leaves:
         os.kill(pid, signal.SIGKILL)
         return
     with suppress(OSError):
