@@ -70,7 +70,7 @@ def test_hostile_programs_get_nothing_and_leave_nothing(boxes, case):
     assert "ESCAPED" not in outcome.stdout, outcome
     assert outcome.status in case.statuses, outcome
     assert outcome.passed < outcome.total or outcome.passed == 0, outcome
-    assert outcome.seconds < case.limits.seconds + 30
+    assert outcome.seconds < case.limits.seconds + 3  # run time, whatever the machine has to do besides
     after = boxes.run(LOOK, ALONE)
     assert after.status is Status.PASSED, after
 

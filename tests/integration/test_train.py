@@ -383,3 +383,15 @@ def test_a_teacher_must_be_named_and_speak_the_same_tokens(small, tmp_path):
         ConfigError, match=r"algorithm.teacher: 0.5 needs a model to learn from: name one under roles.teacher.model"
     ):
         drumroll.train(small(algorithm={"teacher": 0.5}))
+
+
+def test_deadlines_that_passed_are_a_metric_and_no_verdict(small, mine, tmp_path):
+    """The first call hangs, in the evaluation before training: it is made again, and counted with the first step."""
+    name = mine(
+        f"import pathlib, time\nhung = pathlib.Path({str(tmp_path / 'hung')!r})\ndef f(completion):\n"
+        "    if not hung.exists():\n        hung.touch()\n        time.sleep(1000)\n    return 1 + len(completion) % 2\n"
+    )
+    first, *rest = drumroll.train(small(reward=f"{name}:f", steps=2, rollout={"reward_timeout": 0.5})).metrics
+    again, _ = drumroll.train(small(name="again", reward=f"{name}:f", steps=2)).metrics[:2]
+    assert [first[key] for key in first if key.startswith("eval/")] == [again[key] for key in again if key.startswith("eval/")]
+    assert [m.get("rollout/deadlines/wall") for m in rest] == [1.0, None]

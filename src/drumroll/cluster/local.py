@@ -106,7 +106,7 @@ class LocalWorkers(Workers):
 
     @override
     def open_pool(self, size: int) -> KillablePool:
-        return KillablePool(size)
+        return KillablePool(size, struck=self.struck)
 
     @override
     async def memory(self) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 Workers are fresh interpreters that import the function by its path, so they share nothing with the run: no torch, no
 locks, no open files. They are started when first needed and replaced when they die. Functions run on a worker's main
-thread, where signals work. Importing a function is not billed to the call that needs it first.
+thread, where signals work. Importing a function is not billed to the call that needs it first. A worker leads a process
+group of its own, which is killed with it: processes that a function forked hold up nobody.
 
 A worker is given one call at a time, and callers wait their turn in order: what is in flight is bounded by the pool's
 size, and what waits by those who call, because nothing is pickled before its turn.
@@ -11,16 +12,22 @@ size, and what waits by those who call, because nothing is pickled before its tu
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import pickle
+import resource
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import override
+
+from drumroll.deadline import CpuTimeExceeded, Deadline, cpu_limit
 
 HEADER = 8
 IDLE_SECONDS = 60.0
@@ -57,28 +64,44 @@ class KillablePool:
     """Runs `module:function` calls in up to `size` processes, each call with a deadline of its own.
 
     It scales by load: a process is started when all others are busy, and ended when it has had nothing to do for a while.
+    `struck` counts the deadlines that passed, by their clock: `cpu` or `wall`.
     """
 
-    def __init__(self, size: int, search: list[str] | None = None) -> None:
+    def __init__(self, size: int, search: list[str] | None = None, struck: Counter[str] | None = None) -> None:
         self.size = size
         self.restarts = 0
+        self.struck = Counter() if struck is None else struck
         self._search = search
         self._idle: list[_Worker] = []  # the longest idle first
         self._reaping: set[asyncio.Task[None]] = set()
         self._places = asyncio.Semaphore(size)
 
-    async def call(self, path: str, arguments: dict[str, Any], seconds: float) -> Any:
-        """The function's result. `TimeoutError` past the deadline, which counts from when a worker has the function."""
+    async def call(self, path: str, arguments: dict[str, Any], seconds: float, cpu: bool = False) -> Any:
+        """The function's result. The deadline counts from when a worker has the function.
+
+        It is in run time: past it a `TimeoutError` is raised. A pure computation (`cpu`) is limited in CPU time instead: past it a
+        `CpuTimeExceeded` is raised, and a plain `TimeoutError` only when the machine is too busy to give it that time.
+        """
+        try:
+            return await self._call(path, arguments, Deadline(seconds, cpu))
+        except TimeoutError as error:
+            self.struck["cpu" if isinstance(error, CpuTimeExceeded) else "wall"] += 1
+            raise
+
+    async def _call(self, path: str, arguments: dict[str, Any], deadline: Deadline) -> Any:
         async with self._places:
             worker = self._take(path) or await self._start()
             try:
                 ok: bool = True
                 value: Any = None
                 if path not in worker.knows:
-                    ok, value = await self._exchange(worker, (path, None), IMPORT_SECONDS, f"importing '{path}' ")
+                    ok, value = await self._exchange(
+                        worker, (path, None, None), Deadline(IMPORT_SECONDS), f"importing '{path}' "
+                    )
                 if ok:
                     worker.knows.add(path)
-                    ok, value = await self._exchange(worker, (path, arguments), seconds)
+                    job = (path, arguments, deadline.seconds if deadline.cpu else None)
+                    ok, value = await self._exchange(worker, job, deadline)
             except BaseException:
                 self.restarts += 1
                 self._reap(worker)
@@ -88,12 +111,14 @@ class KillablePool:
             while self._idle[0].idle_since < worker.idle_since - IDLE_SECONDS:
                 self._reap(self._idle.pop(0))
         if not ok:
-            raise RemoteError(*value)
+            raise CpuTimeExceeded(value[1]) if deadline.cpu and value[0] == CpuTimeExceeded.__name__ else RemoteError(*value)
         return value
 
     def _take(self, path: str) -> _Worker | None:
         """An idle worker, best one that knows the function; those that died meanwhile are forgotten."""
-        self._idle = [w for w in self._idle if w.process.returncode is None]
+        for dead in [w for w in self._idle if w.process.returncode is not None]:
+            self._idle.remove(dead)
+            self._reap(dead)
         if not self._idle:
             return None
         worker = next((w for w in reversed(self._idle) if path in w.knows), self._idle[-1])
@@ -102,26 +127,25 @@ class KillablePool:
 
     async def _start(self) -> _Worker:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "drumroll.cluster.pool"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "drumroll.cluster.pool"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )
         assert process.stdin is not None
         _write(process.stdin, self._search or sys.path)
         return _Worker(process)
 
-    async def _exchange(self, worker: _Worker, job: Any, seconds: float, what: str = "") -> tuple[bool, Any]:
+    async def _exchange(self, worker: _Worker, job: Any, deadline: Deadline, what: str = "") -> tuple[bool, Any]:
         process = worker.process
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            async with asyncio.timeout(seconds):
-                _write(process.stdin, job)
-                await process.stdin.drain()
-                size = int.from_bytes(await process.stdout.readexactly(HEADER), "little")
-                return pickle.loads(await process.stdout.readexactly(size))
-        except TimeoutError:
-            raise TimeoutError(f"{what}took longer than {seconds:g} s") from None
+            return await deadline.wait(_talk(process, job), process.pid)
+        except TimeoutError as error:
+            raise TimeoutError(f"{what}{error}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await process.wait()
+            if code == -signal.SIGXCPU and deadline.cpu:
+                raise CpuTimeExceeded(f"took longer than {deadline.seconds:g} s of CPU time") from None
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             raise WorkerDied(f"the worker process {how}") from None
 
@@ -137,16 +161,42 @@ class KillablePool:
 
 
 async def _end(worker: asyncio.subprocess.Process) -> None:
-    """Kill a process and wait until it and its pipes are gone."""
+    """Kill a process with its group and wait until it and its pipes are gone."""
     with suppress(ProcessLookupError):
-        worker.kill()
+        os.killpg(worker.pid, signal.SIGKILL)
     with suppress(ConnectionError):
         await worker.communicate()
+
+
+async def _talk(process: asyncio.subprocess.Process, job: Any) -> Any:
+    """Give a worker a job and read its answer."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    _write(process.stdin, job)
+    await process.stdin.drain()
+    size = int.from_bytes(await process.stdout.readexactly(HEADER), "little")
+    return pickle.loads(await process.stdout.readexactly(size))
 
 
 def _write(stream: asyncio.StreamWriter, value: Any) -> None:
     data = pickle.dumps(value)
     stream.write(len(data).to_bytes(HEADER, "little") + data)
+
+
+@contextmanager
+def _computing(seconds: float | None) -> Iterator[None]:
+    """Limit the block's CPU time: Python code is interrupted; C code that does not return ends by SIGXCPU some seconds later."""
+    if seconds is None:
+        yield
+        return
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    last = math.ceil(1.05 * time.process_time() + seconds) + 2  # the kernel counts a whole life in ticks, so by a few percent
+    resource.setrlimit(resource.RLIMIT_CPU, (last if hard == resource.RLIM_INFINITY else min(last, hard), hard))
+    try:
+        with cpu_limit(seconds):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
 
 
 def serve() -> None:
@@ -156,6 +206,7 @@ def serve() -> None:
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.close(0)
+    os.register_at_fork(after_in_child=lambda: (calls.close(), answers.close()))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def read() -> Any:
@@ -165,12 +216,13 @@ def serve() -> None:
     sys.path[:] = read() or sys.path
     functions: dict[str, Any] = {}
     while (job := read()) is not None:
-        path, arguments = job
+        path, arguments, cpu_seconds = job
         try:
             if arguments is None:
                 functions[path], value = import_path(path, "reward"), None
             else:
-                value = functions[path](**arguments)
+                with _computing(cpu_seconds):
+                    value = functions[path](**arguments)
             answer = pickle.dumps((True, value))
         except BaseException as error:
             answer = pickle.dumps((False, (type(error).__name__, str(error))))

@@ -251,7 +251,7 @@ class RemoteWorkers(Workers):
         """Reward processes, spread over the machines."""
         deadline, then = self.config.cluster.call_timeout, "a new one is started, and its call is made again"
         group: RayGroup[PoolSeat] = RayGroup(self.runtime, Role.REWARD, [PoolSeat] * size, deadline=deadline, then=then)
-        return RemotePool(group, sys.path, lambda text: self.notify(text))
+        return RemotePool(group, sys.path, lambda text: self.notify(text), self.struck)
 
     @override
     def interrupt(self) -> None:

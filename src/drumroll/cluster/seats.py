@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -22,6 +23,7 @@ from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.cluster.ray import RayGroup
 from drumroll.cluster.workers import configure_torch, open_algorithm
 from drumroll.config import AnyConfig
+from drumroll.deadline import CpuTimeExceeded
 from drumroll.engines import Completion, Engine, Request
 from drumroll.learners.ranks import Ranks
 from drumroll.models.adapters import peft_config
@@ -165,9 +167,9 @@ class PoolSeat:
     def __init__(self) -> None:
         self.pool: KillablePool | None = None
 
-    async def run(self, path: str, arguments: dict[str, Any], seconds: float, search: list[str]) -> Any:
+    async def run(self, path: str, arguments: dict[str, Any], seconds: float, cpu: bool, search: list[str]) -> Any:
         self.pool = self.pool or KillablePool(1, search)
-        return await self.pool.call(path, arguments, seconds)
+        return await self.pool.call(path, arguments, seconds, cpu)
 
     async def close(self) -> None:
         """End the process."""
@@ -178,29 +180,40 @@ class PoolSeat:
 class RemotePool:
     """`KillablePool` over actors: the same calls, on the machines of a cluster."""
 
-    def __init__(self, group: RayGroup[PoolSeat], search: list[str], notify: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        group: RayGroup[PoolSeat],
+        search: list[str],
+        notify: Callable[[str], None] = lambda text: None,
+        struck: Counter[str] | None = None,
+    ) -> None:
         self.group = group
         self.search = search
         self.notify = notify
         self.restarts = 0
+        self.struck: Counter[str] = Counter() if struck is None else struck
         self._free = list(range(group.size))
         self._places = asyncio.Semaphore(group.size)
 
-    async def call(self, path: str, arguments: dict[str, Any], seconds: float) -> Any:
+    async def call(self, path: str, arguments: dict[str, Any], seconds: float, cpu: bool = False) -> Any:
         """The function's result; a machine that is lost costs another try elsewhere."""
         while True:
             async with self._places:
                 rank = self._free.pop()
                 try:
-                    return await self.group.call(rank, PoolSeat.run, path, arguments, seconds, self.search)
+                    return await self.group.call(rank, PoolSeat.run, path, arguments, seconds, cpu, self.search)
                 except WorkerLost as lost:
                     self.restarts += 1
                     self.notify(str(lost))
                     await self.group.replace(rank)
                 except RemoteError:
                     raise
-                except BaseException:
+                except CpuTimeExceeded:
+                    self.struck["cpu"] += 1
+                    raise
+                except BaseException as error:
                     self.restarts += 1  # `PoolSeat` has killed the process
+                    self.struck["wall"] += isinstance(error, TimeoutError)
                     raise
                 finally:
                     self._free.append(rank)

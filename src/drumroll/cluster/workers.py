@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -40,6 +41,7 @@ class Workers(ABC):
 
     def __init__(self) -> None:
         self.notify: Callable[[str], None] = lambda text: None  # what a person should know
+        self.struck: Counter[str] = Counter()  # deadlines of rewards, environments and programs, by their clock
         self.closing: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     def learners(self) -> dict[str, WorkerGroup[Learner]]:
@@ -55,8 +57,10 @@ class Workers(ABC):
         """End running updates before their next micro-batch; callable from any thread."""
 
     def metrics(self) -> dict[str, float]:
-        """What was asked of the judge since the last call."""
-        return {} if self.judge is None else self.judge.metrics()
+        """What was asked of the judge, and which deadlines passed, since the last call."""
+        struck = {f"rollout/deadlines/{clock}": float(count) for clock, count in sorted(self.struck.items()) if count}
+        self.struck.clear()
+        return struck | ({} if self.judge is None else self.judge.metrics())
 
     @abstractmethod
     async def memory(self) -> dict[str, float]:

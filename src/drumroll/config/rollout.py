@@ -63,7 +63,7 @@ class RolloutConfig(Section):
     generation_timeout: float = Field(600.0, gt=0)
     """Seconds one generation may take."""
     reward_timeout: float = Field(30.0, gt=0)
-    """Seconds one reward function may take for one sample."""
+    """Seconds one reward function may take for one sample; in a process, without the time it waits for a core."""
     engine_timeout: float = Field(60.0, gt=0)
     """Seconds to wait for an engine when none is alive."""
     reward_workers: int = Field(2, ge=1)

@@ -19,7 +19,7 @@ class SandboxConfig(Section):
     workers: int = Field(0, ge=0)
     """Programs run at once; 0 takes one per core (http: four)."""
     seconds: float = Field(10.0, gt=0)
-    """Wall time of one run: of a test with input and output, of all calls and asserts together, of a pytest file."""
+    """Run time (wall time less waiting for a core) of one run: of a test with input and output, of all calls and asserts together, of a pytest file."""
     memory_mb: int = Field(512, ge=64)
     """Memory of one run."""
     python: str | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -35,9 +36,11 @@ Rate = Callable[[Any, str], Awaitable[float]]
 
 
 class Pool(Protocol):
-    """Runs `module:function` calls, each with a deadline of its own."""
+    """Runs `module:function` calls, each with a deadline of its own; `struck` counts those that passed."""
 
-    async def call(self, path: str, arguments: dict[str, Any], seconds: float) -> Any: ...
+    struck: Counter[str]
+
+    async def call(self, path: str, arguments: dict[str, Any], seconds: float, cpu: bool = False) -> Any: ...
     async def close(self) -> None: ...
 
 
@@ -69,9 +72,12 @@ class Processes:
     def __init__(self, pool: Pool, seconds: float, meter: Meter) -> None:
         self._call, self._seconds = meter.unbilled(pool.call), seconds
 
-    async def run(self, path: str, arguments: dict[str, Any], at_most: float | None = None) -> Any:
-        """The result of `module:function`, or `TimeoutError`. Waiting for a free process is not billed to the reward."""
-        return await self._call(path, arguments, min(self._seconds, at_most or self._seconds))
+    async def run(self, path: str, arguments: dict[str, Any], at_most: float | None = None, cpu: bool = False) -> Any:
+        """The result of `module:function`, or `TimeoutError`. Waiting for a free process is not billed to the reward.
+
+        With `cpu` the seconds are CPU time, for functions that only compute: `CpuTimeExceeded` says that one used them up.
+        """
+        return await self._call(path, arguments, min(self._seconds, at_most or self._seconds), cpu)
 
 
 REWARDS: Registry[RewardFunction] = Registry("reward")
@@ -205,7 +211,9 @@ class Scorer:
                     f"reward '{asking[0]}' asks a {role.replace('_', ' ')}, but there is none: "
                     f"name one under roles.{role} (model: ...)."
                 )
-        self.sandbox: Sandbox | None = open_sandbox(sandbox or SandboxConfig()) if self._asking("sandbox") else None
+        self.sandbox: Sandbox | None = (
+            open_sandbox(sandbox or SandboxConfig(), self.pool.struck) if self._asking("sandbox") else None
+        )
         self._services = {"judge": judge, "reward_model": reward_model, "sandbox": self.sandbox}
 
     def _asking(self, service: str) -> list[str]:

@@ -19,6 +19,7 @@ from drumroll.rewards.structured import load_json
 Check = Callable[..., bool]
 CHECKS: dict[str, Check] = {}
 SECONDS = 20.0
+"""CPU time; constraints that need more fail the sample."""
 RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 FENCES = ("```json", "```Json", "```JSON", "```")
 
@@ -33,7 +34,7 @@ async def instructions(
 ) -> float:
     """1 when every constraint is kept; with `fraction`, the share that is."""
     arguments = {"text": after_thinking(completion), "ids": list(instruction_id_list), "kwargs": [dict(k) for k in kwargs]}
-    kept = await processes.run("drumroll.rewards.instructions:check", arguments, SECONDS)
+    kept = await processes.run("drumroll.rewards.instructions:check", arguments, SECONDS, cpu=True)
     return sum(kept) / len(kept) if fraction else float(all(kept))
 
 

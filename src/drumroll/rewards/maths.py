@@ -1,13 +1,14 @@
 r"""`math`: is the final answer the right one? Strings and numbers are compared here; the rest by math-verify in the pool.
 
-math-verify (and sympy below it) can be kept busy for hours by a short text, and stops itself by signals: it must only ever
-run on the main thread of a process that can be killed, and only on short texts.
+math-verify (and sympy below it) can be kept busy for hours by a short text: it must only ever run on the main thread of a
+process that can be killed, and only on short texts. What cannot be checked in its CPU time is wrong.
 """
 
 from __future__ import annotations
 
 import re
 
+from drumroll.deadline import CpuTimeExceeded
 from drumroll.rewards import REWARDS, Processes
 from drumroll.rewards.extraction import final_answer, last_boxed
 from drumroll.rewards.numbers import read
@@ -17,8 +18,8 @@ LONGEST = 1000
 DEEPEST = 40
 """Brackets within brackets beyond which it is only compared as text."""
 EQUAL = "drumroll.rewards.symbolic:equal_expressions"
-SECONDS = 6.0
-"""What cannot be checked in this time is wrong."""
+SECONDS = 10.0
+"""CPU time after which the process is stopped; `symbolic` limits each part of the work to less."""
 
 DROPPED = re.compile(
     r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|\\[!,;: ]|\^\s?\{?\s?\\circ\s?\}?|°|\$|\\\(|\\\)|\\\[|\\\]"
@@ -73,7 +74,7 @@ async def math(completion: str, answer: object, processes: Processes) -> float:
     equal = quick(found, wanted)
     if equal is None and checkable(found) and checkable(wanted):
         try:
-            equal = await processes.run(EQUAL, {"answer": found, "gold": wanted}, SECONDS)
-        except TimeoutError:
+            equal = await processes.run(EQUAL, {"answer": found, "gold": wanted}, SECONDS, cpu=True)
+        except CpuTimeExceeded:
             return 0.0
     return float(bool(equal))

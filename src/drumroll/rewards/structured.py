@@ -12,13 +12,14 @@ from drumroll.rewards import REWARDS, Processes
 from drumroll.rewards.extraction import after_thinking
 
 SECONDS = 5.0
+"""CPU time; a schema that needs more fails the sample."""
 
 
 @REWARDS.register("json_schema", requires=("jsonschema", "json"))
 async def json_schema(completion: str, schema: Mapping[str, Any] | str, processes: Processes) -> float:
     """1 when the completion is JSON (alone, in a fenced block, or after some words) that the schema accepts."""
     arguments = {"text": completion, "schema": schema if isinstance(schema, str) else json.dumps(schema)}
-    return float(await processes.run("drumroll.rewards.schemas:accepts", arguments, SECONDS))
+    return float(await processes.run("drumroll.rewards.schemas:accepts", arguments, SECONDS, cpu=True))
 
 
 @REWARDS.register("tool_call")

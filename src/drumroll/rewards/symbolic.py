@@ -10,12 +10,15 @@ from typing import Any
 from antlr4.atn.PredictionMode import PredictionMode
 from latex2sympy2_extended import latex2sympy2
 from math_verify import LatexExtractionConfig, parse, verify
-from math_verify.errors import TimeoutException
-from math_verify.utils import timeout
 from sympy import Expr, Float, Integer, Rational
 
-SECONDS = 2
-"""For each of reading and comparing; a Python loop is stopped then, without the loss of a process."""
+from drumroll.deadline import cpu_limit
+
+SECONDS = 2.0
+"""CPU time for each of reading an answer, reading the gold answer, and comparing them in either way.
+
+Each has its own, so that it does not matter which of them this process has read before.
+"""
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
@@ -49,13 +52,13 @@ library.PSParser, library._Latex2Sympy.parse_number = TwoStageParser, quick_numb
 
 
 class Unreadable(ValueError):
-    """A text that math-verify makes nothing of, or not in time."""
+    """A text that math-verify makes nothing of."""
 
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> list[Any]:
     """A text as expressions; those read are kept, because the samples of a group have one answer to compare with."""
-    expressions = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=SECONDS)
+    expressions = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=0)
     if not expressions:
         raise Unreadable(text)
     return expressions
@@ -82,12 +85,19 @@ def decide(one: Any, other: Any) -> bool | None:
 
 
 def equal_expressions(answer: str, gold: str) -> bool:
-    """Whether both mean the same."""
+    """Whether both mean the same; `CpuTimeExceeded` where it takes too long to tell."""
     try:
-        ours, theirs = read(answer), read(gold)
-        equal: bool | None = timeout(SECONDS)(decide)(ours[0], theirs[0])
-        return verify(theirs, ours, timeout_seconds=SECONDS) if equal is None else equal
-    except (Unreadable, TimeoutException, RecursionError, MemoryError):
+        with cpu_limit(SECONDS):
+            ours = read(answer)
+        with cpu_limit(SECONDS):
+            theirs = read(gold)
+        with cpu_limit(SECONDS):
+            equal = decide(ours[0], theirs[0])
+        if equal is None:
+            with cpu_limit(SECONDS):
+                equal = verify(theirs, ours, timeout_seconds=0)
+        return equal
+    except (Unreadable, RecursionError, MemoryError):
         return False
 
 

@@ -101,10 +101,18 @@ class Evaluator:
         async def one(sample: Sample) -> None:
             await self.attempt(sample, sampling, count, each.name, stream)
             if sample.failure is None:
-                await self.scorer.score(sample)
+                await self._score(sample)
 
         await asyncio.gather(*(one(sample) for sample in samples))
         return samples
+
+    async def _score(self, sample: Sample) -> None:
+        """Score a sample, again after a deadline, because a failure counts as 0 and a busy machine is no wrong answer."""
+        for _ in range(self.rollout.retries + 1):
+            sample.failure = None
+            await self.scorer.score(sample)
+            if sample.failure is None or sample.failure.kind != TimeoutError.__name__:
+                break
 
     async def attempt(self, sample: Sample, sampling: Sampling, count: int, name: str, stream: str) -> None:
         """One completion, or one episode, which starts the same at every step."""

@@ -6,6 +6,7 @@ back into an `Outcome`. A program is never imported, run or unpickled in this pr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -38,6 +39,7 @@ class Limits:
     """What one run may use: each stdin test is a run, all calls and asserts together are one, and so is each pytest file."""
 
     seconds: float = 10.0
+    """Run time: wall time less the time that the program's processes waited for a core."""
     memory_mb: int = 512
     output_kb: int = 1024
     file_mb: int = 16
@@ -91,6 +93,7 @@ class Outcome:
     stderr: str = ""
     why: str = ""
     seconds: float = 0.0
+    """Run time."""
 
 
 class Sandbox(Protocol):
@@ -108,16 +111,19 @@ class Sandbox(Protocol):
         ...
 
 
-def open_sandbox(config: SandboxConfig) -> Sandbox:
-    """The sandbox that a config names. What cannot work here is said now, not at the first program."""
+def open_sandbox(config: SandboxConfig, struck: Counter[str] | None = None) -> Sandbox:
+    """The sandbox that a config names. What cannot work here is said now, not at the first program.
+
+    Programs that exceed their time are counted in `struck` as `program`.
+    """
     if config.backend == "bwrap":
         from drumroll.sandbox.bwrap import BwrapSandbox
 
-        return BwrapSandbox(config)
+        return BwrapSandbox(config, struck)
     if config.backend == "http":
         from drumroll.sandbox.http import HttpSandbox
 
-        return HttpSandbox(config)
+        return HttpSandbox(config, struck)
     from drumroll.sandbox.unsafe import UnsafeSandbox
 
-    return UnsafeSandbox(config)
+    return UnsafeSandbox(config, struck)

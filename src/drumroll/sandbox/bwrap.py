@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,8 +22,9 @@ from typing import Any
 from typing_extensions import override
 
 from drumroll.config.sandbox import SandboxConfig
+from drumroll.deadline import Deadline, RunTimeExceeded
 from drumroll.errors import ConfigError
-from drumroll.sandbox import Limits, SandboxError, box, seccomp
+from drumroll.sandbox import SandboxError, box, seccomp
 from drumroll.sandbox.grading import Grader, Job, read_reply
 from drumroll.sandbox.inside.supervisor import BEGUN
 from drumroll.sandbox.inside.zygote import READY
@@ -30,7 +32,7 @@ from drumroll.sandbox.inside.zygote import READY
 TREE = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 TRIES = 3
 GRACE = 15.0
-"""Seconds beyond its limit after which a run's box is taken to hang."""
+"""Seconds of run time beyond its limit after which a run's box is taken to hang."""
 START_SECONDS = 60.0
 FIRST_UID, UIDS = 61000, 180
 """Users for boxes when we are root: a range that Debian and systemd leave free."""
@@ -45,8 +47,8 @@ OTHERWISE = (
 class BwrapSandbox(Grader):
     """Up to `workers` boxes, started when first needed."""
 
-    def __init__(self, config: SandboxConfig) -> None:
-        self.limits = Limits(seconds=config.seconds, memory_mb=config.memory_mb)
+    def __init__(self, config: SandboxConfig, struck: Counter[str] | None = None) -> None:
+        super().__init__(config, struck)
         self.python = interpreter(config.python)
         self.workers = config.workers or os.cpu_count() or 1
         self.started = 0
@@ -145,13 +147,17 @@ class Box:
         assert stdin is not None
         assert stdout is not None
         self.ready, begun, reply = False, False, None
+
+        async def talk() -> None:
+            nonlocal begun, reply
+            stdin.write(job.message())
+            begun = await stdout.readexactly(1) == BEGUN
+            reply = await read_reply(stdout)
+            self.ready = await stdout.readexactly(1) == READY
+
         try:
-            async with asyncio.timeout(job.limits.seconds + grace):
-                stdin.write(job.message())
-                begun = await stdout.readexactly(1) == BEGUN
-                reply = await read_reply(stdout)
-                self.ready = await stdout.readexactly(1) == READY
-        except TimeoutError:
+            await Deadline(job.limits.seconds + grace).wait(talk(), self.first)
+        except RunTimeExceeded:
             return reply or {"late": True}
         except (asyncio.IncompleteReadError, ConnectionError):
             if not begun:

@@ -11,10 +11,12 @@ import math
 import secrets
 import signal
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from drumroll.config.sandbox import SandboxConfig
 from drumroll.errors import DataError
 from drumroll.sandbox import Assert, Call, Limits, Outcome, Pytest, Status, Stdio, Test
 from drumroll.sandbox.inside.examiner import PROGRAM_ENDED
@@ -154,11 +156,16 @@ def runs(tests: Sequence[Test]) -> Iterator[list[Test]]:
 class Grader(ABC):
     """A sandbox whose backend carries one job at a time to a box and brings its reply."""
 
-    limits: Limits
+    def __init__(self, config: SandboxConfig, struck: Counter[str] | None) -> None:
+        self.limits = Limits(seconds=config.seconds, memory_mb=config.memory_mb)
+        self.struck = Counter() if struck is None else struck
 
     @abstractmethod
     async def carry(self, job: Job) -> dict[str, Any] | None:
-        """The reply to a job: None if its program took the box down, `{"late": ...}` if no reply came in time."""
+        """The reply to a job: None if its program took the box down, `{"late": ...}` if no reply came in its run time.
+
+        `TimeoutError` if the machine was too busy to give it that time.
+        """
 
     @abstractmethod
     async def close(self) -> None:
@@ -177,6 +184,7 @@ class Grader(ABC):
                 continue
             job = Job(program, group, limits)
             outcomes.append(job.outcome(await self.carry(job)))
+            self.struck["program"] += outcomes[-1].status is Status.TIMEOUT
         shown = next(iter(_bad(outcomes)), outcomes[-1])
         return replace(
             shown,

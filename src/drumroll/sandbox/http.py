@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+from collections import Counter
 from typing import Any
 
 from typing_extensions import override
 
 from drumroll.config.sandbox import SandboxConfig
+from drumroll.deadline import WALL
 from drumroll.errors import ConfigError, MissingExtra
-from drumroll.sandbox import Limits, SandboxError, box
+from drumroll.sandbox import SandboxError, box
 from drumroll.sandbox.grading import Grader, Job, decode_reply
 
 try:
@@ -32,21 +34,22 @@ OVERHEAD = 20.0
 class HttpSandbox(Grader):
     """Posts each run to `url`; a server that does not answer is tried again."""
 
-    def __init__(self, config: SandboxConfig) -> None:
+    def __init__(self, config: SandboxConfig, struck: Counter[str] | None = None) -> None:
+        super().__init__(config, struck)
         if config.url is None:
             raise ConfigError("sandbox.backend: http needs sandbox.url, the address of a SandboxFusion server.")
         self.url = f"{config.url.rstrip('/')}/run_code"
-        self.limits = Limits(seconds=config.seconds, memory_mb=config.memory_mb)
         self._places = asyncio.Semaphore(config.workers or 4 * (os.cpu_count() or 1))
         self._client = httpx.AsyncClient(timeout=None)
 
     @override
     async def carry(self, job: Job) -> dict[str, Any] | None:
         async with self._places:
-            answer = await self._post(self._request(job), job.limits.seconds + 2 * OVERHEAD)
+            request = self._request(job)
+            answer = await self._post(request, request["run_timeout"] + OVERHEAD)
         result = answer.get("run_result") or {}
-        if result.get("status") == "TimeLimitExceeded":
-            return {"late": True}
+        if result.get("status") == "TimeLimitExceeded":  # the program's own limit is our supervisor's to watch
+            raise TimeoutError(f"sandbox.url: {self.url} gave a run up after {request['run_timeout']:g} s: it is too busy")
         return decode_reply((result.get("stdout") or "").strip())
 
     def _request(self, job: Job) -> dict[str, Any]:
@@ -57,7 +60,7 @@ class HttpSandbox(Grader):
             "language": "python",
             "code": START,
             "stdin": base64.b64encode(job.message()).decode(),
-            "run_timeout": job.limits.seconds + OVERHEAD,
+            "run_timeout": WALL * job.limits.seconds + OVERHEAD,
             "files": {name: base64.b64encode(data).decode() for name, data in files.items()},
         }
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 from typing_extensions import override
 
 from drumroll.config.sandbox import SandboxConfig
-from drumroll.sandbox import Limits, box
+from drumroll.deadline import Deadline, RunTimeExceeded
+from drumroll.sandbox import box
 from drumroll.sandbox.grading import Grader, Job, read_reply
 
 GRACE = 30.0
@@ -22,8 +24,8 @@ GRACE = 30.0
 class UnsafeSandbox(Grader):
     """A fresh interpreter for each run: limits hold for honest programs, and nothing is hidden from others."""
 
-    def __init__(self, config: SandboxConfig) -> None:
-        self.limits = Limits(seconds=config.seconds, memory_mb=config.memory_mb)
+    def __init__(self, config: SandboxConfig, struck: Counter[str] | None = None) -> None:
+        super().__init__(config, struck)
         self.python = config.python or sys.executable
         self._places = asyncio.Semaphore(config.workers or os.cpu_count() or 1)
 
@@ -47,16 +49,9 @@ class UnsafeSandbox(Grader):
             cwd=folder,
             env={},
         )
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            async with asyncio.timeout(job.limits.seconds + GRACE):
-                process.stdin.write(job.message())
-                await process.stdout.readexactly(1)
-                reply = await read_reply(process.stdout)
-                await process.wait()
-                return reply
-        except TimeoutError:
+            return await Deadline(job.limits.seconds + GRACE).wait(_talk(process, job), process.pid)
+        except RunTimeExceeded:
             return {"late": True}
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
@@ -69,3 +64,14 @@ class UnsafeSandbox(Grader):
     @override
     async def close(self) -> None:
         """Nothing is kept."""
+
+
+async def _talk(process: asyncio.subprocess.Process, job: Job) -> dict[str, Any]:
+    """Give the supervisor its job and read the reply."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(job.message())
+    await process.stdout.readexactly(1)
+    reply = await read_reply(process.stdout)
+    await process.wait()
+    return reply

@@ -38,7 +38,8 @@ def settle(limits: dict[str, Any]) -> None:
     for kind, most in kinds.items():
         hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+        last = most + 1 if kind == resource.RLIMIT_CPU and most != hard else most  # SIGXCPU, which says why, before SIGKILL
+        resource.setrlimit(kind, (most, last))
 
 
 def _stream(fd: int, mode: str, errors: str, buffering: int = -1) -> Any:

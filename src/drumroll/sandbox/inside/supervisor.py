@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from . import examiner, program
+from .clock import RunTime, family
 from .link import receive, send
 
 TICK = 0.05
-"""Seconds between looks at memory and files."""
+"""Seconds between looks at time, memory and files."""
 MOST_FILES = 10_000
 TAIL = 16_000
 BEGUN = b"B"
@@ -48,7 +49,8 @@ def supervise(jobs: int, replies: int, own: frozenset[int], *, contained: bool) 
     for fd in (out_end, err_end, asked, ask_end, answer_end, answered, verdict_end, said_end):
         os.close(fd)
     given.close()
-    watch = Watch(job["limits"], pids[0], (said, out, err), verdicts if exam else None, own | {os.getpid(), *pids[1:]})
+    own |= {os.getpid()}
+    watch = Watch(job["limits"], pids, (said, out, err), verdicts if exam else None, own)
     send(replies, {"nonce": private["nonce"], **watch.run()})
     return pids
 
@@ -71,20 +73,21 @@ class Watch:
     """Reads what the program prints until it ends or passes a limit."""
 
     def __init__(
-        self, limits: dict[str, Any], pid: int, texts: tuple[int, int, int], verdicts: int | None, own: frozenset[int]
+        self, limits: dict[str, Any], pids: list[int], texts: tuple[int, int, int], verdicts: int | None, own: frozenset[int]
     ) -> None:
-        self.limits, self.pid, self.own = limits, pid, own
+        self.limits, self.own = limits, own
+        self.pid, *self.examiner = pids
         self.texts, self.verdicts = texts, verdicts
         self.read: dict[int, bytearray] = {fd: bytearray() for fd in (*texts, *([] if verdicts is None else [verdicts]))}
         self.printed = 0
         self.base = _resident(os.getpid())
+        self.clock = RunTime(self._pids)
 
     def run(self) -> dict[str, Any]:
         """The report."""
-        began = time.monotonic()
         ended = os.pidfd_open(self.pid)
-        why = self._wait(began, ended if self.verdicts is None else None)
-        seconds = time.monotonic() - began
+        why = self._wait(ended if self.verdicts is None else None)
+        seconds = self.clock.look()
         if why == "ended":
             self._drain()
             if self.printed > self.limits["output_kb"] << 10:
@@ -101,20 +104,13 @@ class Watch:
             "verdicts": [] if self.verdicts is None else _messages(self.read[self.verdicts]),
         }
 
-    def _wait(self, began: float, ended: int | None) -> str:
+    def _wait(self, ended: int | None) -> str:
         poll = select.poll()
         for fd in (*self.read, *([] if ended is None else [ended])):
             poll.register(fd, select.POLLIN)
-        last, look = began + self.limits["seconds"], began + TICK
+        look = time.monotonic()
         while True:
-            now = time.monotonic()
-            if now >= last:
-                return "timeout"
-            if now >= look:
-                look = now + TICK
-                if self._memory() > self.limits["memory_mb"] << 20 or self._files() > MOST_FILES:
-                    return "memory"
-            for fd, _ in poll.poll(1000 * max(0.001, min(last, look) - now)):
+            for fd, _ in poll.poll(1000 * max(0.0, look - time.monotonic())):  # before any limit: it may have ended in time
                 if fd == ended:
                     return "ended"
                 if not self._take(fd):
@@ -123,6 +119,13 @@ class Watch:
                         return "ended"
             if self.printed > self.limits["output_kb"] << 10:
                 return "output"
+            if time.monotonic() >= look:
+                left = self.limits["seconds"] - self.clock.look()
+                if left <= 0:
+                    return "timeout"
+                if self._memory() > self.limits["memory_mb"] << 20 or self._files() > MOST_FILES:
+                    return "memory"
+                look = time.monotonic() + min(TICK, left)
 
     def _take(self, fd: int) -> bool:
         data = os.read(fd, 1 << 16)
@@ -147,18 +150,23 @@ class Watch:
         assert self.verdicts is not None
         found = _messages(self.read[self.verdicts])
         if not found or found[-1].get("why") == examiner.PROGRAM_ENDED:
-            select.select([ended], [], [], 2.0)
+            until = self.clock.look() + 2.0
+            while self.clock.look() < until and not select.select([ended], [], [], TICK)[0]:
+                pass
 
     def _exit(self) -> int | None:
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if pid else None
 
+    def _pids(self) -> set[int]:
+        """All processes of the program, and its examiner's."""
+        if self.limits["contained"]:
+            return {int(name) for name in os.listdir("/proc") if name.isdigit()} - self.own
+        return set(family(os.getpid())) - self.own
+
     def _memory(self) -> int:
         """Bytes of all processes of the program, beyond what it shared at its start."""
-        pids = [self.pid]
-        if self.limits["contained"]:
-            pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in self.own]
-        return sum(max(0, _resident(pid) - self.base) for pid in pids)
+        return sum(max(0, _resident(pid) - self.base) for pid in self._pids().difference(self.examiner))
 
     def _files(self) -> int:
         if not self.limits["contained"]:
