@@ -16,7 +16,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'drum
 from drumroll.cluster.host import WorkerLost  # noqa: E402
 from drumroll.cluster.ray import RayGroup  # noqa: E402
 from drumroll.cluster.remote import RemoteWorkers  # noqa: E402
-from drumroll.cluster.seats import LearnerSeat  # noqa: E402
+from drumroll.cluster.seats import EngineSeat, LearnerSeat  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -150,11 +150,15 @@ def descendants(pid):
 
 @pytest.mark.slow
 def test_without_the_sync_they_would_not(small, monkeypatch):
-    async def nothing(self, version): ...
+    """The planted error: engines take each new version's name and keep the old weights."""
 
-    monkeypatch.setattr(RemoteWorkers, "publish", nothing)
+    async def name_only(self, version):
+        for rank in self._fleet.living():
+            await self._engines.call(rank, EngineSeat.set_version, version)
+
+    monkeypatch.setattr(RemoteWorkers, "publish", name_only)
     run = drumroll.train(small(cluster=ONE, **SYNCED))
-    assert run.metrics[-1]["train/mismatch"] > 1e-2
+    assert [m["train/mismatch"] > 1e-2 for m in run.metrics[1:]] == [False, True, True]
 
 
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
