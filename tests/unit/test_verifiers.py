@@ -192,6 +192,7 @@ KEPT_AND_BROKEN = [
         "Dr. No is in.",
     ),
     ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "one two", "one two three"),
+    ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "आदमी जंगल", "बूढ़ा आदमी जंगल"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "one\n***\ntwo", "one\n\ntwo"),
     (
         "length_constraints:nth_paragraph_first_word",
