@@ -107,7 +107,6 @@ def untied(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("roles", [{}, {"actor": {"lora": {}}}], ids=["full", "lora"])
 def test_vllm_generates_and_agrees(small, roles):
-    pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
     run = drumroll.train(small(cluster=ONE, roles={"rollout": {"backend": "vllm"}, **roles}, **SYNCED))
     assert [m["train/mismatch"] < 1e-4 for m in run.metrics[1:]] == [True] * 3
 
@@ -116,7 +115,6 @@ def test_vllm_generates_and_agrees(small, roles):
 @pytest.mark.parametrize("victim", ["core", "process"])
 def test_a_vllm_engine_is_replaced_and_leaves_nothing_behind(small, killer, victim):
     """Its core dies in a living process, or the process that owns the core."""
-    pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
     cores = []
 
     async def strike(workers):
