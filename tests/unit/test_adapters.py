@@ -1,9 +1,7 @@
 """Adapters to other libraries' environments, each with the real library."""
 
 import asyncio
-import json
 import random
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from drumroll.envs.host import Stage, find, where
 from drumroll.errors import ConfigError, MissingExtra
 
 ROOT = Path(__file__).parent.parent.parent
-GEM = ROOT / ".bench" / "gem" / "bin" / "python"
 
 
 def play(use, seed=0, turns=None, row=None, **args):
@@ -245,62 +242,3 @@ def test_textarena_errors(textarena):
         play("textarena:TicTacToe-v0", seat=2)
     with pytest.raises(ConfigError, match="cannot begin: The number of players has to be 2"):
         play("textarena:TicTacToe-v0", players=3)
-
-
-# --- GEM ---
-
-GEM_PROGRAM = """
-import asyncio, json
-from drumroll.envs.check import examine
-from drumroll.envs.host import Stage
-
-async def play(use, seed, most=50):
-    stage = Stage(use, {})
-    record = [await stage.reset(seed, {})]
-    for _ in range(most):
-        step = await stage.step(stage.environment.random_action())
-        record.append(list(step))
-        if step.terminated or step.truncated:
-            break
-    return record
-
-use = "gem:game:GuessTheNumber-v0-easy"
-found = [list(vars(f).values()) for f in asyncio.run(examine(use, {}))]
-games = [asyncio.run(play(use, seed)) for seed in (0, 0, 1, 2, 3, 4, 5, 6)]
-try:
-    Stage("gem:game:GuessTheNumber-v0-eas", {})
-except Exception as caught:
-    error = str(caught)
-one = Stage("gem:rg:leg_counting", {})
-question = asyncio.run(one.reset(3, {}))
-answer = one.environment.env.data["answer"]
-right = list(asyncio.run(one.step("\\\\boxed{" + answer + "}")))
-bad = Stage(use, {})
-asyncio.run(bad.reset(0, {}))
-malformed = list(asyncio.run(bad.step("five")))
-print(json.dumps({"found": found, "games": games, "error": error, "question": question, "right": right, "malformed": malformed}))
-"""
-
-
-@pytest.mark.skipif(
-    not GEM.exists(), reason="GEM pins other versions than ours, so it has an environment of its own: make bench-env"
-)
-def test_gem():
-    done = subprocess.run(
-        [GEM, "-c", GEM_PROGRAM], capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT / "src")}
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert not [name for name, passed, _ in told["found"] if passed is False], told["found"]
-    games = told["games"]
-    assert games[0] == games[1]
-    assert len({json.dumps(g) for g in games}) > 3
-    assert "Enter your first guess" in games[0][0]
-    for game in games:
-        _, reward, terminated, _, info = game[-1]
-        assert terminated
-        assert info["success"] == (reward >= 1)
-    assert "Did you mean 'game:GuessTheNumber-v0-easy'" in told["error"]
-    assert told["question"]
-    assert told["right"][1:3] == [1.0, True]
-    assert told["malformed"][4]["malformed"]
