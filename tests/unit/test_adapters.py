@@ -2,9 +2,11 @@
 
 import asyncio
 import random
+import tomllib
 from pathlib import Path
 
 import pytest
+from gymnasium import spaces
 
 from drumroll.envs.adapters import ADAPTERS, adapter_of
 from drumroll.envs.builtin import make
@@ -51,7 +53,6 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
 
 
 def test_every_extra_is_declared():
-    tomllib = pytest.importorskip("tomllib")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {adapter.extra for adapter in ADAPTERS.values() if adapter.extra} <= declared.keys()
 
@@ -72,11 +73,6 @@ def test_global_generators_are_an_episodes_own():
 
 
 # --- gymnasium ---
-
-
-@pytest.fixture(scope="module")
-def spaces():
-    return pytest.importorskip("gymnasium").spaces
 
 
 def test_gymnasium_plays_in_words():
@@ -111,7 +107,7 @@ def test_gymnasium_passes_the_check():
     passes("gymnasium:Blackjack-v1")
 
 
-def test_every_space_is_read_as_it_is_written(spaces):
+def test_every_space_is_read_as_it_is_written():
     from drumroll.envs.adapters.spaces import describe, in_words, read, written
 
     nested = spaces.Dict({"move": spaces.Discrete(3, start=1), "to": spaces.Tuple([spaces.Box(-1, 1, (2,)), spaces.Text(5)])})
@@ -142,7 +138,7 @@ def test_every_space_is_read_as_it_is_written(spaces):
     assert read(nested, '{"move": 1}') is None
 
 
-def test_what_no_text_can_tell_is_an_error(spaces):
+def test_what_no_text_can_tell_is_an_error():
     from drumroll.envs.adapters.spaces import describe
 
     with pytest.raises(ConfigError, match=r"shape \(210, 160, 3\) .* cannot be told in words; wrap"):
@@ -161,7 +157,6 @@ def test_what_no_text_can_tell_is_an_error(spaces):
 
 
 def test_reasoning_gym():
-    pytest.importorskip("reasoning_gym")
     use = "reasoning_gym:chain_sum"
     notes = passes(use, min_digits=1, max_digits=1)
     assert "success 1.00" in notes["oracle"]
@@ -188,12 +183,7 @@ def solve(use, seed):
 # --- textarena ---
 
 
-@pytest.fixture(scope="module")
-def textarena():
-    return pytest.importorskip("textarena")
-
-
-def test_textarena_alone(textarena):
+def test_textarena_alone():
     use = "textarena:GuessTheNumber-v0"
     first, *steps = play(use, 1, turns=[f"[{n}]" for n in (10, 10, 99)])
     assert "guess the number between 1 and 20" in first
@@ -208,7 +198,7 @@ def test_textarena_alone(textarena):
     passes(use)
 
 
-def test_textarena_against_an_opponent(textarena, mine):
+def test_textarena_against_an_opponent(mine):
     use = "textarena:TicTacToe-v0"
     assert play(use, 1) == play(use, 1)
     games = [play(use, seed) for seed in range(6)]
@@ -225,7 +215,7 @@ def test_textarena_against_an_opponent(textarena, mine):
     passes(use)
 
 
-def test_textarena_by_self_play(textarena):
+def test_textarena_by_self_play():
     use = "textarena:TicTacToe-v0"
     game = play(use, turns=["[0]", "[3]", "[1]", "[4]", "[2]"], opponent="self")
     assert "You are Player 0" in game[0]
@@ -233,7 +223,7 @@ def test_textarena_by_self_play(textarena):
     assert (game[-1][1].reward, game[-1][1].terminated) == (1.0, True)
 
 
-def test_textarena_errors(textarena):
+def test_textarena_errors():
     with pytest.raises(ConfigError, match="Did you mean 'TicTacToe-v0'"):
         Stage("textarena:TicTacTo-v0", {})
     with pytest.raises(ConfigError, match="opponent 'best' does not exist"):

@@ -157,7 +157,6 @@ def test_regex():
 
 
 def test_json_schema():
-    pytest.importorskip("jsonschema")
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer", "minimum": 1}},
@@ -238,7 +237,6 @@ def test_instructions(name, kwargs, kept, broken):
 
 @pytest.mark.parametrize(("name", "kwargs", "kept", "broken"), LANGUAGE)
 def test_instructions_on_language(name, kwargs, kept, broken):
-    pytest.importorskip("langdetect")
     test_instructions(name, kwargs, kept, broken)
 
 
