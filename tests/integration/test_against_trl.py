@@ -22,8 +22,8 @@ from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 RECORDING = peers.RECORDINGS / "trl.safetensors"
 GROUPS, SIZE, LONGEST = 4, 4, 24
 SEEDS = [str(seed) for seed in range(6)]
-EMPTY = "empty"
-"""A case of which one sample has no trained token."""
+EMPTY = "99"
+"""The case of which one sample has no trained token."""
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
 SAME = {
@@ -125,7 +125,7 @@ def ask(cases, folder):
 
 def write(told):
     """Record cases and answers in float32; of gradients those of the trained tokens, for the others are 0."""
-    facts = {"pins": peers.pins("trl"), "settings": SETTINGS}
+    facts = {"pins": peers.pins("trl"), "settings": SETTINGS, "seeds": [*SEEDS, EMPTY]}
     rows = {f"case/{case}/{column}": value for case, columns in told.cases.items() for column, value in columns.items()}
     for name, value in told.answers.items():
         _, case, kind = name.split("/")
@@ -140,7 +140,7 @@ def write(told):
 def read():
     """The recorded cases and answers."""
     with safe_open(RECORDING, "pt") as file:
-        peers.current("trl", json.loads(file.metadata()["facts"]), settings=SETTINGS)
+        peers.current("trl", json.loads(file.metadata()["facts"]), settings=SETTINGS, seeds=[*SEEDS, EMPTY])
     cases, answers = defaultdict(dict), {}
     rows = load_file(RECORDING)
     for name in sorted(rows, reverse=True):  # cases first: they say which tokens are trained
@@ -159,8 +159,7 @@ def read():
 def live(request, tmp_path_factory):
     """TRL's answers to the recorded cases, or to new ones that are then recorded."""
     recorded = request.config.getoption("record")
-    new = {seed: make_case(int(seed)) for seed in SEEDS} | {EMPTY: make_case(99, empty=True)}
-    cases = new if recorded else read().cases
+    cases = {seed: make_case(int(seed), empty=seed == EMPTY) for seed in (*SEEDS, EMPTY)} if recorded else read().cases
     told = Compared(cases, ask(cases, tmp_path_factory.mktemp("trl")))
     if recorded:
         write(told)
