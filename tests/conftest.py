@@ -26,6 +26,7 @@ settings.load_profile("patient")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--worlds", type=int, default=300, help="how many simulated worlds to play")
+    parser.addoption("--record", action="store_true", help="write what the peers answer to tests/recordings")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,18 +1,21 @@
-"""Adapters in whole runs: recipes, verbs, and a real OpenEnv server."""
+"""Adapters in whole runs: recipes, verbs, and OpenEnv servers, recorded and real."""
 
 import asyncio
+import json
 import subprocess
-from pathlib import Path
+import sys
+import urllib.request
+from contextlib import contextmanager
 
+import peers
 import pytest
+from websockets.asyncio.client import connect
 
 import drumroll as package
 from drumroll.envs.check import examine
 from drumroll.envs.host import Stage
 from drumroll.sample import Owner
 
-ROOT = Path(__file__).parent.parent.parent
-OPENENV = ROOT / ".bench" / "openenv" / "bin" / "python"
 SEEDS = "drumroll.data.seeds:seeds"
 
 
@@ -73,18 +76,73 @@ def test_verbs(drumroll, monkeypatch):
 
 # --- OpenEnv ---
 
-needs_server = pytest.mark.skipif(not OPENENV.exists(), reason="OpenEnv has an environment of its own: make bench-env")
+SAID = [
+    {"type": "reset", "data": {"seed": 7, "top": 5, "extra": [1]}},
+    *({"type": "step", "data": {"guess": guess}} for guess in (1, "1", True, 1.5, "x", None, [1], 99, 5, 3)),
+    *({"type": "step", "data": data} for data in ({}, {"low": 1}, {"low": 4, "high": 5, "more": 6})),
+    *({"type": "step", "data": {"low": low, "high": 5}} for low in (4, 3, 99)),
+]
+"""Messages to either server, right and wrong."""
 
 
-@pytest.fixture(scope="module")
-def servers():
-    """Start the toy OpenEnv servers, with actions of one field and of two; gives their names."""
-    command = [OPENENV, ROOT / "tests" / "unit" / "toy_openenv_server.py"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+async def talk(use):
+    """A server's schema of actions and its answers, without the wording of errors."""
+    base = use.removeprefix("openenv:")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"{base}/schema") as answer:
+        schema = json.load(answer)["action"]
+    schema["properties"].pop("metadata", None)  # OpenEnv's own
+    answers = []
+    async with connect(f"ws{base.removeprefix('http')}/ws", proxy=None) as connection:
+        for message in SAID:
+            await connection.send(json.dumps(message))
+            answers.append(json.loads(await connection.recv()))
+    for error in (error for answer in answers for error in answer["data"].get("errors", ())):
+        del error["url"], error["msg"], error["input"]
+    return schema, answers
+
+
+@contextmanager
+def serving(source):
+    """Run the toy OpenEnv servers, with actions of one field and of two; gives their names."""
+    recording = peers.RECORDINGS / "openenv.json"
+    python, of = (peers.python("openenv"), "live") if source == "live" else (sys.executable, recording)
+    command = [python, peers.ROOT / "tests" / "unit" / "toy_openenv_server.py", of]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             yield [f"openenv:http://127.0.0.1:{int(process.stdout.readline())}" for _ in range(2)]
         finally:
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def live(request):
+    """OpenEnv's own servers."""
+    with serving("live") as names:
+        if request.config.getoption("record"):
+            schemas, answers = zip(*(asyncio.run(talk(use)) for use in names), strict=True)
+            peers.write("openenv", schemas=schemas, said=SAID, answers=answers)
+        yield names
+
+
+@pytest.fixture(scope="module", params=peers.SOURCES)
+def servers(request):
+    """The servers' names: OpenEnv's own, or ours that speak as it was recorded."""
+    if request.param == "live":
+        yield request.getfixturevalue("live")
+    else:
+        peers.read("openenv", said=SAID)
+        with serving("recorded") as names:
+            yield names
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["one field", "two fields"])
+def test_the_servers_speak_as_recorded(servers, which):
+    recorded = peers.read("openenv", said=SAID)
+    schema, answers = asyncio.run(talk(servers[which]))
+    assert schema == recorded["schemas"][which]
+    assert answers == recorded["answers"][which]
+    assert {answer["data"].get("code") for answer in answers} == {None, "VALIDATION_ERROR", "EXECUTION_ERROR"}
 
 
 async def guess(use, texts, **args):
@@ -102,7 +160,6 @@ async def guess(use, texts, **args):
         await asyncio.sleep(0.1)
 
 
-@needs_server
 def test_openenv(servers):
     use, _ = servers
     first, steps = asyncio.run(guess(use, ["x", *(f"<answer>{n}</answer>" for n in range(1, 6))], rules="Guess!"))
@@ -122,7 +179,6 @@ def test_openenv(servers):
     assert not [f for f in findings if f.passed is False], findings
 
 
-@needs_server
 def test_openenv_with_objects_as_actions(servers):
     _, use = servers
     first, steps = asyncio.run(guess(use, ['{"low": 1}', "3", '{"low": 1, "high": 2}'], show="hint"))
@@ -131,7 +187,6 @@ def test_openenv_with_objects_as_actions(servers):
     assert "high: Field required" in steps[0].observation
 
 
-@needs_server
 def test_openenv_in_a_run(servers, small):
     environment = {"use": servers[0], "max_turns": 2, "context": 400}
     recipe = small(environment=environment, reward={}, algorithm="starpo", steps=1, rollout={"prompts": 2, "max_tokens": 3})
@@ -141,6 +196,5 @@ def test_openenv_in_a_run(servers, small):
 
 
 def test_a_server_that_is_not_there_is_one_sentence():
-    pytest.importorskip("websockets")
     with pytest.raises(ConnectionError, match=r"no OpenEnv server can be reached at http://127.0.0.1:9: .*; start it"):
         asyncio.run(guess("openenv:http://127.0.0.1:9", []))

@@ -1,6 +1,7 @@
 """Our checks of instructions give the verdicts of IFEval's own checkers (lm-eval 0.4.13) on thousands of texts.
 
-Those run in an environment of their own (`make bench-env`), once for all cases: benchmarks/peers/ifeval_verdicts.py.
+Those answer all cases at once, in an environment of their own: benchmarks/peers/ifeval_verdicts.py. The cases come from a
+seed and from nothing else of ours, so that the recorded verdicts outlive changes of our checks.
 
 Known differences. Sentences: nltk's trained splitter knows other abbreviations, decides after one and after an ellipsis by
 how it saw the next word written, and finds one sentence more in a text that ends in "?!"; ours goes by rules. Keywords,
@@ -8,21 +9,18 @@ markers and section names are literal here, patterns there. Arguments that the s
 and are replaced by random ones there. Where one line holds only empty titles, `<<>> <<>>`, it has one there.
 """
 
+import hashlib
 import json
 import random
-import subprocess
+import re
 from collections import Counter
-from pathlib import Path
 
+import peers
 import pytest
 
 from drumroll.rewards.instructions import CHECKS, check
-from drumroll.rewards.sentences import capital_words, count_sentences
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".bench" / "ifeval" / "bin" / "python"
-pytestmark = pytest.mark.skipif(not (PYTHON.exists()), reason="IFEval's checkers are not installed: make bench-env")
-
+SEED = 11
 EACH = 240
 """Cases of each instruction."""
 WORDS = [
@@ -234,7 +232,10 @@ def arguments(rng, name, text):
             "let_relation": relation,
         },
         "language:response_language": {"language": rng.choice(sorted(LANGUAGES))},
-        "length_constraints:number_sentences": {"num_sentences": near(rng, count_sentences(text)), "relation": relation},
+        "length_constraints:number_sentences": {
+            "num_sentences": near(rng, len(re.findall(r"[.?!]+[\"\s]", f"{text} "))),
+            "relation": relation,
+        },
         "length_constraints:number_paragraphs": {"num_paragraphs": near(rng, text.count("***"))},
         "length_constraints:number_words": {"num_words": near(rng, len(in_text)), "relation": relation},
         "length_constraints:nth_paragraph_first_word": {
@@ -250,32 +251,56 @@ def arguments(rng, name, text):
         "combination:repeat_prompt": {"prompt_to_repeat": " ".join(in_text[:4]) if rng.random() < 0.5 else sentence(rng)},
         "startend:end_checker": {"end_phrase": " ".join(in_text[-3:]).strip('"') if rng.random() < 0.5 else sentence(rng)},
         "change_case:capital_word_frequency": {
-            "capital_frequency": near(rng, capital_words(text)),
+            "capital_frequency": near(rng, sum(word.isupper() for word in in_text)),
             "capital_relation": relation,
         },
     }.get(name, {})
 
 
+def made_cases(name):
+    """Cases of an instruction, always the same."""
+    rng = random.Random(f"{SEED} {name}")
+    for _ in range(EACH):
+        text = made(rng) if rng.random() < 0.7 else helped(rng, name, made(rng))
+        yield {"text": text, "id": name, "kwargs": arguments(rng, name, text)}
+
+
 @pytest.fixture(scope="module")
 def cases():
-    rng = random.Random(11)
-    made_cases = []
-    for name in sorted(CHECKS):
-        for _ in range(EACH):
-            text = made(rng) if rng.random() < 0.7 else helped(rng, name, made(rng))
-            made_cases.append({"text": text, "id": name, "kwargs": arguments(rng, name, text)})
-    return made_cases
+    return [case for name in sorted(CHECKS) for case in made_cases(name)]
 
 
 @pytest.fixture(scope="module")
-def verdicts(cases, tmp_path_factory):
+def live(cases, request, tmp_path_factory):
     """What IFEval's checkers say of all cases."""
     folder = tmp_path_factory.mktemp("ifeval")
     (folder / "cases").write_text(json.dumps(cases))
-    command = [PYTHON, ROOT / "benchmarks" / "peers" / "ifeval_verdicts.py", folder / "cases", folder / "out"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "out").read_text())
+    peers.run([peers.python("ifeval"), "benchmarks/peers/ifeval_verdicts.py", folder / "cases", folder / "out"])
+    told = json.loads((folder / "out").read_text())
+    if request.config.getoption("record"):
+        in_rows = ["".join(str(int(told)) for told in told[i : i + EACH]) for i in range(0, len(told), EACH)]
+        peers.write("ifeval", seed=SEED, cases=digest(cases), verdicts=dict(zip(sorted(CHECKS), in_rows, strict=True)))
+    return told
+
+
+def digest(cases):
+    return hashlib.sha256(json.dumps(cases).encode()).hexdigest()
+
+
+def recorded(cases):
+    """The recorded verdicts, in the order of the cases."""
+    verdicts = peers.read("ifeval", seed=SEED, cases=digest(cases))["verdicts"]
+    return [verdict == "1" for name in sorted(CHECKS) for verdict in verdicts[name]]
+
+
+@pytest.fixture(scope="module", params=peers.SOURCES)
+def verdicts(cases, request):
+    return recorded(cases) if request.param == "recorded" else request.getfixturevalue("live")
+
+
+@pytest.mark.peers
+def test_the_recording_is_what_ifeval_says(cases, live):
+    assert recorded(cases) == live
 
 
 def test_our_verdicts_are_those_of_ifeval(cases, verdicts):

@@ -1,15 +1,16 @@
-"""Our losses and gradients are those of TRL 1.16's GRPOTrainer, to 1e-5, wherever the settings mean the same thing.
+"""Our losses and gradients are those of TRL's GRPOTrainer, to 1e-5, wherever the settings mean the same thing.
 
-TRL runs in an environment of its own (`make bench-env`), once for all cases: benchmarks/peers/trl_losses.py.
+TRL answers all cases at once, in an environment of its own: benchmarks/peers/trl_losses.py.
 """
 
 import json
-import os
-import subprocess
-from pathlib import Path
+from collections import defaultdict
+from typing import NamedTuple
 
+import peers
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from drumroll.algorithms import Algorithm
@@ -18,14 +19,11 @@ from drumroll.batch import pack
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".bench" / "trl" / "bin" / "python"
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="TRL is not installed: make bench-env")
-
+RECORDING = peers.RECORDINGS / "trl.safetensors"
 GROUPS, SIZE, LONGEST = 4, 4, 24
 SEEDS = [str(seed) for seed in range(6)]
-EMPTY = "empty"
-"""A case of which one sample has no trained token."""
+EMPTY = "99"
+"""The case of which one sample has no trained token."""
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
 SAME = {
@@ -105,23 +103,79 @@ def make_case(seed, *, empty=False):
     }
 
 
-CASES = {seed: make_case(int(seed)) for seed in SEEDS} | {EMPTY: make_case(99, empty=True)}
+SETTINGS = {name: {**theirs, "num_generations": SIZE, "max_completion_length": LONGEST} for name, (_, theirs) in SAME.items()}
+EXACT = ("logprobs", "old", "reference")
+"""Columns that are float64 for TRL and for us, so that only formulas can differ; their values are those of float32."""
+
+
+class Compared(NamedTuple):
+    """Cases, and what TRL makes of them under all settings: `NAME/CASE/loss`, `gradient` and `advantages`."""
+
+    cases: dict[str, dict[str, torch.Tensor]]
+    answers: dict[str, torch.Tensor]
+
+
+def ask(cases, folder):
+    """What TRL makes of the cases, live."""
+    tensors = {f"{case}/{column}": value for case, columns in cases.items() for column, value in columns.items()}
+    save_file(tensors, folder / "cases", metadata={"settings": json.dumps(SETTINGS)})
+    peers.run([peers.python("trl"), "benchmarks/peers/trl_losses.py", folder / "cases", folder / "out"])
+    return load_file(folder / "out")
+
+
+def write(told):
+    """Record cases and answers in float32; of gradients those of the trained tokens, for the others are 0."""
+    facts = {"pins": peers.pins("trl"), "settings": SETTINGS, "seeds": [*SEEDS, EMPTY]}
+    rows = {f"case/{case}/{column}": value for case, columns in told.cases.items() for column, value in columns.items()}
+    for name, value in told.answers.items():
+        _, case, kind = name.split("/")
+        trained = told.cases[case]["mask"].bool()
+        if kind == "gradient":
+            assert not value[~trained].any()
+        rows[f"answer/{name}"] = value[trained] if kind == "gradient" else value
+    small = {name: value.float() if value.is_floating_point() else value.char() for name, value in rows.items()}
+    save_file(small, RECORDING, metadata={"facts": json.dumps(facts)})
+
+
+def read():
+    """The recorded cases and answers."""
+    with safe_open(RECORDING, "pt") as file:
+        peers.current("trl", json.loads(file.metadata()["facts"]), settings=SETTINGS, seeds=[*SEEDS, EMPTY])
+    cases, answers = defaultdict(dict), {}
+    rows = load_file(RECORDING)
+    for name in sorted(rows, reverse=True):  # cases first: they say which tokens are trained
+        kind, *which, column = name.split("/")
+        value = rows[name] if rows[name].is_floating_point() else rows[name].long()
+        if kind == "case":
+            cases[which[0]][column] = value.double() if column in EXACT else value
+        else:
+            trained = cases[which[1]]["mask"].bool()
+            whole = torch.zeros(trained.shape).masked_scatter(trained, value) if column == "gradient" else value
+            answers["/".join((*which, column))] = whole.double()
+    return Compared(cases, answers)
 
 
 @pytest.fixture(scope="module")
-def trl(tmp_path_factory):
-    """What TRL makes of all cases under all settings."""
-    folder = tmp_path_factory.mktemp("trl")
-    tensors = {f"{case}/{column}": value for case, columns in CASES.items() for column, value in columns.items()}
-    settings = {
-        name: {**theirs, "num_generations": SIZE, "max_completion_length": LONGEST} for name, (_, theirs) in SAME.items()
-    }
-    save_file(tensors, folder / "cases", metadata={"settings": json.dumps(settings)})
-    command = [PYTHON, ROOT / "benchmarks" / "peers" / "trl_losses.py", folder / "cases", folder / "out"]
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=offline, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return load_file(folder / "out")
+def live(request, tmp_path_factory):
+    """TRL's answers to the recorded cases, or to new ones that are then recorded."""
+    recorded = request.config.getoption("record")
+    cases = {seed: make_case(int(seed), empty=seed == EMPTY) for seed in (*SEEDS, EMPTY)} if recorded else read().cases
+    told = Compared(cases, ask(cases, tmp_path_factory.mktemp("trl")))
+    if recorded:
+        write(told)
+    return told
+
+
+@pytest.fixture(scope="module", params=peers.SOURCES)
+def trl(request):
+    return read() if request.param == "recorded" else request.getfixturevalue("live")
+
+
+@pytest.mark.peers
+def test_the_recording_is_what_trl_answers(live):
+    recorded = read().answers
+    assert recorded.keys() == live.answers.keys()
+    assert all(distance(recorded[name], answer) < 1e-6 for name, answer in live.answers.items())
 
 
 def packed(case):
@@ -169,15 +223,15 @@ def distance(got, want):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", SAME)
 def test_loss_and_gradient_are_those_of_trl(trl, name, seed):
-    loss, gradient = loss_and_gradient(CASES[seed], SAME[name][0])
-    assert distance(loss, trl[f"{name}/{seed}/loss"]) < 1e-5
-    assert distance(gradient, trl[f"{name}/{seed}/gradient"]) < 1e-5
+    loss, gradient = loss_and_gradient(trl.cases[seed], SAME[name][0])
+    assert distance(loss, trl.answers[f"{name}/{seed}/loss"]) < 1e-5
+    assert distance(gradient, trl.answers[f"{name}/{seed}/gradient"]) < 1e-5
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_advantages_differ_from_trl_by_the_deviation_only(trl, seed):
     """TRL divides by the sample deviation + 1e-4, we by the population deviation + 1e-6."""
-    batch = packed(CASES[seed])
+    batch = packed(trl.cases[seed])
     sequence = batch.trace_of_token()[batch.mask]
 
     def ours(recipe):
@@ -186,13 +240,13 @@ def test_advantages_differ_from_trl_by_the_deviation_only(trl, seed):
 
     groups = batch.rewards.view(GROUPS, SIZE)
     ratio = (groups.std(1, correction=0) + 1e-6) / (groups.std(1, correction=1) + 1e-4)
-    assert distance(ours("dr_grpo"), trl[f"dr_grpo/{seed}/advantages"][sequence]) < 1e-5
-    assert distance(ours("grpo") * ratio[sequence // SIZE], trl[f"grpo/{seed}/advantages"][sequence]) < 1e-5
+    assert distance(ours("dr_grpo"), trl.answers[f"dr_grpo/{seed}/advantages"][sequence]) < 1e-5
+    assert distance(ours("grpo") * ratio[sequence // SIZE], trl.answers[f"grpo/{seed}/advantages"][sequence]) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["grpo, as published", "sapo", "gspo, wide"])
 def test_trl_counts_a_sample_without_trained_tokens_and_we_do_not(trl, name):
-    loss, gradient = loss_and_gradient(CASES[EMPTY], SAME[name][0])
+    loss, gradient = loss_and_gradient(trl.cases[EMPTY], SAME[name][0])
     share = 1 - 1 / (GROUPS * SIZE)
-    assert distance(loss * share, trl[f"{name}/{EMPTY}/loss"]) < 1e-5
-    assert distance(gradient * share, trl[f"{name}/{EMPTY}/gradient"]) < 1e-5
+    assert distance(loss * share, trl.answers[f"{name}/{EMPTY}/loss"]) < 1e-5
+    assert distance(gradient * share, trl.answers[f"{name}/{EMPTY}/gradient"]) < 1e-5

@@ -65,7 +65,6 @@ def recipe(small, tmp_path):
 @pytest.fixture
 def cluster():
     """Start a Ray of one node in a process of its own, for the test; returns its address."""
-    pytest.importorskip("ray")
     program = (
         "import ray; ray.init('local', num_cpus=1, num_gpus=2, include_dashboard=False, _node_ip_address='127.0.0.1', "
         "log_to_driver=False); print(ray.get_runtime_context().gcs_address, flush=True); input()"

@@ -16,7 +16,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'drum
 from drumroll.cluster.host import WorkerLost  # noqa: E402
 from drumroll.cluster.ray import RayGroup  # noqa: E402
 from drumroll.cluster.remote import RemoteWorkers  # noqa: E402
-from drumroll.cluster.seats import LearnerSeat  # noqa: E402
+from drumroll.cluster.seats import EngineSeat, LearnerSeat  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,7 +106,6 @@ def untied(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("roles", [{}, {"actor": {"lora": {}}}], ids=["full", "lora"])
 def test_vllm_generates_and_agrees(small, roles):
-    pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
     run = drumroll.train(small(cluster=ONE, roles={"rollout": {"backend": "vllm"}, **roles}, **SYNCED))
     assert [m["train/mismatch"] < 1e-4 for m in run.metrics[1:]] == [True] * 3
 
@@ -115,7 +114,6 @@ def test_vllm_generates_and_agrees(small, roles):
 @pytest.mark.parametrize("victim", ["core", "process"])
 def test_a_vllm_engine_is_replaced_and_leaves_nothing_behind(small, killer, victim):
     """Its core dies in a living process, or the process that owns the core."""
-    pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
     cores = []
 
     async def strike(workers):
@@ -149,11 +147,15 @@ def descendants(pid):
 
 @pytest.mark.slow
 def test_without_the_sync_they_would_not(small, monkeypatch):
-    async def nothing(self, version): ...
+    """The planted error: engines take each new version's name and keep the old weights."""
 
-    monkeypatch.setattr(RemoteWorkers, "publish", nothing)
+    async def name_only(self, version):
+        for rank in self._fleet.living():
+            await self._engines.call(rank, EngineSeat.set_version, version)
+
+    monkeypatch.setattr(RemoteWorkers, "publish", name_only)
     run = drumroll.train(small(cluster=ONE, **SYNCED))
-    assert run.metrics[-1]["train/mismatch"] > 1e-2
+    assert [m["train/mismatch"] > 1e-2 for m in run.metrics[1:]] == [False, True, True]
 
 
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])

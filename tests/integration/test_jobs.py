@@ -7,11 +7,10 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("aiohttp_cors", reason="`ray job` needs Ray's dashboard: pip install 'ray[default]'")
 
 
 def free_port():
@@ -24,6 +23,7 @@ def free_port():
 @pytest.fixture
 def dashboard(tmp_path):
     """Start a Ray of one node with its dashboard, as a cluster's owner would; returns the address and the environment."""
+    import_module("aiohttp_cors")  # Ray's dashboard: pip install 'ray[default]', which `make test-slow` does
     port = free_port()
     env = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -4,7 +4,6 @@ Needs vLLM (`make vllm`). An engine takes half a minute to start, so tests of on
 """
 
 import asyncio
-import importlib.util
 import os
 import random
 import signal
@@ -33,8 +32,6 @@ TARGETS = ("q_proj", "v_proj", "down_proj")
 
 
 def serve(model, eos, **options):
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: make vllm")
     return VllmEngine(model, slots=SLOTS, context=CONTEXT, eos=eos, options={"dtype": "float32", **options})
 
 

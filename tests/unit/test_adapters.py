@@ -1,12 +1,12 @@
 """Adapters to other libraries' environments, each with the real library."""
 
 import asyncio
-import json
 import random
-import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+from gymnasium import spaces
 
 from drumroll.envs.adapters import ADAPTERS, adapter_of
 from drumroll.envs.builtin import make
@@ -15,7 +15,6 @@ from drumroll.envs.host import Stage, find, where
 from drumroll.errors import ConfigError, MissingExtra
 
 ROOT = Path(__file__).parent.parent.parent
-GEM = ROOT / ".bench" / "gem" / "bin" / "python"
 
 
 def play(use, seed=0, turns=None, row=None, **args):
@@ -54,7 +53,6 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
 
 
 def test_every_extra_is_declared():
-    tomllib = pytest.importorskip("tomllib")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {adapter.extra for adapter in ADAPTERS.values() if adapter.extra} <= declared.keys()
 
@@ -75,11 +73,6 @@ def test_global_generators_are_an_episodes_own():
 
 
 # --- gymnasium ---
-
-
-@pytest.fixture(scope="module")
-def spaces():
-    return pytest.importorskip("gymnasium").spaces
 
 
 def test_gymnasium_plays_in_words():
@@ -114,7 +107,7 @@ def test_gymnasium_passes_the_check():
     passes("gymnasium:Blackjack-v1")
 
 
-def test_every_space_is_read_as_it_is_written(spaces):
+def test_every_space_is_read_as_it_is_written():
     from drumroll.envs.adapters.spaces import describe, in_words, read, written
 
     nested = spaces.Dict({"move": spaces.Discrete(3, start=1), "to": spaces.Tuple([spaces.Box(-1, 1, (2,)), spaces.Text(5)])})
@@ -145,7 +138,7 @@ def test_every_space_is_read_as_it_is_written(spaces):
     assert read(nested, '{"move": 1}') is None
 
 
-def test_what_no_text_can_tell_is_an_error(spaces):
+def test_what_no_text_can_tell_is_an_error():
     from drumroll.envs.adapters.spaces import describe
 
     with pytest.raises(ConfigError, match=r"shape \(210, 160, 3\) .* cannot be told in words; wrap"):
@@ -164,7 +157,6 @@ def test_what_no_text_can_tell_is_an_error(spaces):
 
 
 def test_reasoning_gym():
-    pytest.importorskip("reasoning_gym")
     use = "reasoning_gym:chain_sum"
     notes = passes(use, min_digits=1, max_digits=1)
     assert "success 1.00" in notes["oracle"]
@@ -191,12 +183,7 @@ def solve(use, seed):
 # --- textarena ---
 
 
-@pytest.fixture(scope="module")
-def textarena():
-    return pytest.importorskip("textarena")
-
-
-def test_textarena_alone(textarena):
+def test_textarena_alone():
     use = "textarena:GuessTheNumber-v0"
     first, *steps = play(use, 1, turns=[f"[{n}]" for n in (10, 10, 99)])
     assert "guess the number between 1 and 20" in first
@@ -211,7 +198,7 @@ def test_textarena_alone(textarena):
     passes(use)
 
 
-def test_textarena_against_an_opponent(textarena, mine):
+def test_textarena_against_an_opponent(mine):
     use = "textarena:TicTacToe-v0"
     assert play(use, 1) == play(use, 1)
     games = [play(use, seed) for seed in range(6)]
@@ -228,7 +215,7 @@ def test_textarena_against_an_opponent(textarena, mine):
     passes(use)
 
 
-def test_textarena_by_self_play(textarena):
+def test_textarena_by_self_play():
     use = "textarena:TicTacToe-v0"
     game = play(use, turns=["[0]", "[3]", "[1]", "[4]", "[2]"], opponent="self")
     assert "You are Player 0" in game[0]
@@ -236,7 +223,7 @@ def test_textarena_by_self_play(textarena):
     assert (game[-1][1].reward, game[-1][1].terminated) == (1.0, True)
 
 
-def test_textarena_errors(textarena):
+def test_textarena_errors():
     with pytest.raises(ConfigError, match="Did you mean 'TicTacToe-v0'"):
         Stage("textarena:TicTacTo-v0", {})
     with pytest.raises(ConfigError, match="opponent 'best' does not exist"):
@@ -245,62 +232,3 @@ def test_textarena_errors(textarena):
         play("textarena:TicTacToe-v0", seat=2)
     with pytest.raises(ConfigError, match="cannot begin: The number of players has to be 2"):
         play("textarena:TicTacToe-v0", players=3)
-
-
-# --- GEM ---
-
-GEM_PROGRAM = """
-import asyncio, json
-from drumroll.envs.check import examine
-from drumroll.envs.host import Stage
-
-async def play(use, seed, most=50):
-    stage = Stage(use, {})
-    record = [await stage.reset(seed, {})]
-    for _ in range(most):
-        step = await stage.step(stage.environment.random_action())
-        record.append(list(step))
-        if step.terminated or step.truncated:
-            break
-    return record
-
-use = "gem:game:GuessTheNumber-v0-easy"
-found = [list(vars(f).values()) for f in asyncio.run(examine(use, {}))]
-games = [asyncio.run(play(use, seed)) for seed in (0, 0, 1, 2, 3, 4, 5, 6)]
-try:
-    Stage("gem:game:GuessTheNumber-v0-eas", {})
-except Exception as caught:
-    error = str(caught)
-one = Stage("gem:rg:leg_counting", {})
-question = asyncio.run(one.reset(3, {}))
-answer = one.environment.env.data["answer"]
-right = list(asyncio.run(one.step("\\\\boxed{" + answer + "}")))
-bad = Stage(use, {})
-asyncio.run(bad.reset(0, {}))
-malformed = list(asyncio.run(bad.step("five")))
-print(json.dumps({"found": found, "games": games, "error": error, "question": question, "right": right, "malformed": malformed}))
-"""
-
-
-@pytest.mark.skipif(
-    not GEM.exists(), reason="GEM pins other versions than ours, so it has an environment of its own: make bench-env"
-)
-def test_gem():
-    done = subprocess.run(
-        [GEM, "-c", GEM_PROGRAM], capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT / "src")}
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert not [name for name, passed, _ in told["found"] if passed is False], told["found"]
-    games = told["games"]
-    assert games[0] == games[1]
-    assert len({json.dumps(g) for g in games}) > 3
-    assert "Enter your first guess" in games[0][0]
-    for game in games:
-        _, reward, terminated, _, info = game[-1]
-        assert terminated
-        assert info["success"] == (reward >= 1)
-    assert "Did you mean 'game:GuessTheNumber-v0-easy'" in told["error"]
-    assert told["question"]
-    assert told["right"][1:3] == [1.0, True]
-    assert told["malformed"][4]["malformed"]

@@ -10,9 +10,6 @@ from drumroll.config.reward import RewardConfig
 from drumroll.rewards import Scorer
 from drumroll.sample import Prompt, Sample
 
-pytest.importorskip("math_verify")
-pytest.importorskip("jsonschema")
-
 MEGABYTE = 10**6
 MATH = [
     r"10^{10^{10}}", "9999999!", "9" * 5 + "!" * 3, "+".join(["1"] * 100_000), "(" * 300 + "1" + ")" * 300,

@@ -303,7 +303,6 @@ def test_the_router_forgets_every_question():
 
 
 def test_keys_are_named_never_written(monkeypatch):
-    pytest.importorskip("openai")
     there = {"url": "http://127.0.0.1:1/v1", "key_env": "A_JUDGES_KEY"}
     with pytest.raises(ConfigError, match="the environment variable A_JUDGES_KEY is not set"):
         open_judge(role(**there), None)
@@ -376,7 +375,6 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint():
-    pytest.importorskip("openai", reason="pip install 'drumroll[judge]'")
     servers = []
 
     def start(*script):
@@ -434,7 +432,6 @@ def test_trouble_that_stays(endpoint, script, sentence):
 
 
 def test_no_connection_is_told():
-    pytest.importorskip("openai")
 
     class Nobody:
         url = "http://127.0.0.1:9/v1"

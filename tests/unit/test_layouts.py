@@ -197,7 +197,8 @@ def test_directories_without_splits_are_read_whole(tmp_path):
 
 
 def test_directories_saved_by_datasets(tmp_path):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     whole = datasets.Dataset.from_list(ROWS)
     whole.save_to_disk(tmp_path / "one")
     assert read_all(tmp_path / "one") == ROWS
@@ -217,7 +218,7 @@ def test_directories_are_found_beside_the_recipe(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("source", ["hf:owner/name", "owner/name"])
 def test_the_hub_out_of_reach_is_one_sentence(source, monkeypatch):
-    datasets = pytest.importorskip("datasets")
+    import datasets
 
     def offline(*args, **kwargs):
         raise ConnectionError("Couldn't reach 'owner/name' on the Hub (LocalEntryNotFoundError)\nmore\nlines")
@@ -230,7 +231,6 @@ def test_the_hub_out_of_reach_is_one_sentence(source, monkeypatch):
 
 
 def test_the_hub_takes_a_config_a_split_and_what_else_datasets_takes(tmp_path):
-    pytest.importorskip("datasets")
     write(tmp_path / "main" / "train.jsonl", ROWS)
     found = read_all(
         "hf:json",

@@ -17,8 +17,6 @@ from drumroll.rewards.maths import plain, quick
 from drumroll.rewards.numbers import read
 from drumroll.sample import Prompt, Sample
 
-pytest.importorskip("math_verify")
-
 
 def scores(pairs, use="math", column="answer", timeout=60.0, **options):
     """The reward of each (completion, gold) pair, in one pool."""

@@ -5,6 +5,7 @@ import itertools
 import json
 
 import pytest
+from reasoning_gym.factory import DATASETS
 
 from drumroll.config.data import DatasetConfig
 from drumroll.config.reward import RewardConfig
@@ -12,9 +13,6 @@ from drumroll.data.reasoning import DENIED
 from drumroll.data.rows import read
 from drumroll.errors import DataError, MissingExtra
 from drumroll.sample import Prompt, Sample
-
-pytest.importorskip("reasoning_gym", reason="pip install 'drumroll[reasoning-gym]'")
-from reasoning_gym.factory import DATASETS
 
 GARBAGE = ("", "garbage", "0", "[]", "{", "1,2", "None", "\x00 \\boxed{", "<answer>x</answer>")
 

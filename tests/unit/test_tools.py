@@ -216,7 +216,6 @@ def test_a_class_as_trl_has_it():
 
 
 def test_mcp_over_stdio():
-    pytest.importorskip("mcp")
     turns = [call("multiply", a=6, b=7), call("tick"), call("tick"), call("fail", why="rain"), "42"]
     first, *steps = play(SERVER, turns=turns, row={"prompt": "6*7?", "answer": 42})
     assert [t["function"]["name"] for t in first[0]["tools"]] == ["multiply", "tick", "fail"]
@@ -235,7 +234,6 @@ def test_mcp_over_stdio():
 
 
 def test_mcp_over_http():
-    pytest.importorskip("mcp")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -254,7 +252,6 @@ def test_mcp_over_http():
 
 
 def test_a_server_that_cannot_be_used_is_one_sentence(tmp_path):
-    pytest.importorskip("mcp")
     script = tmp_path / "broken.py"
     script.write_text("raise SystemExit('out of order')")
     with pytest.raises(ConnectionError, match=r"the MCP server 'python .*broken.py' cannot be used: .*out of order"):
@@ -264,6 +261,5 @@ def test_a_server_that_cannot_be_used_is_one_sentence(tmp_path):
 
 
 def test_mcp_passes_the_check():
-    pytest.importorskip("mcp")
     notes = passes(SERVER, shared=True, prompt="Multiply.")
     assert notes["runs"].startswith("thread")

@@ -157,7 +157,6 @@ def test_regex():
 
 
 def test_json_schema():
-    pytest.importorskip("jsonschema")
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer", "minimum": 1}},
@@ -192,6 +191,7 @@ KEPT_AND_BROKEN = [
         "Dr. No is in.",
     ),
     ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "one two", "one two three"),
+    ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "आदमी जंगल", "बूढ़ा आदमी जंगल"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "one\n***\ntwo", "one\n\ntwo"),
     (
         "length_constraints:nth_paragraph_first_word",
@@ -237,7 +237,6 @@ def test_instructions(name, kwargs, kept, broken):
 
 @pytest.mark.parametrize(("name", "kwargs", "kept", "broken"), LANGUAGE)
 def test_instructions_on_language(name, kwargs, kept, broken):
-    pytest.importorskip("langdetect")
     test_instructions(name, kwargs, kept, broken)
 
 

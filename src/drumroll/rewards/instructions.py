@@ -7,6 +7,7 @@ takes some of them long. A keyword is a literal here, never a pattern.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -127,8 +128,9 @@ def number_of_sentences(text: str, num_sentences: int, relation: str) -> bool:
 
 @constraint("length_constraints:number_words")
 def number_of_words(text: str, num_words: int, relation: str) -> bool:
-    """So many words."""
-    return meets(sum(1 for _ in re.finditer(r"\w+", text)), relation, num_words)
+    """So many words; the marks of Hindi, Thai or Arabic belong to their word, which `re` does not know."""
+    joined = "".join("m" if unicodedata.category(letter).startswith("M") else letter for letter in text)
+    return meets(sum(1 for _ in re.finditer(r"\w+", joined)), relation, num_words)
 
 
 @constraint("length_constraints:number_paragraphs")
