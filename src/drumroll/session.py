@@ -58,7 +58,7 @@ class Session:
         workers.notify = progress.notice
         self.evaluator = evaluator
         self.progress = progress
-        self.trackers = Trackers(run)
+        self.trackers = Trackers(run, progress.notice)
         self.step = 0
         self.resume = resume
         self.before: Metrics = {}
