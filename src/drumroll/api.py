@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from drumroll.pipelines import sft
 from drumroll.sample import Group, Sample
 from drumroll.session import Session
 from drumroll.stages import describe, open_evaluator, open_rollouts
+from drumroll.store.lock import locked
 from drumroll.store.run import CONFIG, Run
 
 Recipe = AnyConfig | Mapping[str, Any] | str | Path
@@ -36,15 +38,26 @@ def train(
     try:
         if resume is not None:
             run = Run.open(resume)
-            config = load(run.path / CONFIG, overrides).config
-            return _await(_train(config, lambda: run.reconfigured(config), progress, resume=True))
+            with _held(run.path, progress):
+                config = load(run.path / CONFIG, overrides).config
+                return _await(_train(config, lambda: run.reconfigured(config), progress, resume=True))
         if recipe is None:
             raise ConfigError("nothing to train: give a recipe, or resume=RUN.")
         config = _config(recipe, overrides)
-        Run.check_free(config, overwrite=overwrite)
-        return _await(_train(config, lambda: Run.create(config, overwrite=overwrite), progress, resume=False))
+        with _held(Run.check_ours(config), progress):
+            Run.check_free(config, overwrite=overwrite)
+            return _await(_train(config, lambda: Run.create(config, overwrite=overwrite), progress, resume=False))
     finally:
         progress.close()
+
+
+@contextmanager
+def _held(path: Path, progress: Progress) -> Generator[None]:
+    """Keep other processes from training in a run directory."""
+    with locked(path) as exclusive:
+        if not exclusive:
+            progress.notice(f"the file system of {path} has no locks: make sure that no other process trains in it.")
+        yield
 
 
 async def _train(config: AnyConfig, open_run: Callable[[], Run], progress: Progress, *, resume: bool) -> Run:
@@ -92,8 +105,9 @@ def rollout(
     if not isinstance(config, RLConfig):
         raise ConfigError("only reinforcement learning has rollouts; this recipe is pipeline: sft.")
     config = config.model_copy(update={"name": f"{config.name}-rollout"})
-    Run.check_free(config, overwrite=overwrite)
-    return _await(_rollout(config, batches, overwrite=overwrite))
+    with _held(Run.check_ours(config), Quiet()):
+        Run.check_free(config, overwrite=overwrite)
+        return _await(_rollout(config, batches, overwrite=overwrite))
 
 
 async def _rollout(config: RLConfig, batches: int, *, overwrite: bool) -> tuple[Run, dict[str, float]]:

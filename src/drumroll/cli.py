@@ -170,8 +170,10 @@ def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int |
     """The arithmetic of a RECIPE before any device is taken; with --simulate its schedule on virtual time."""
     from drumroll.config import RLConfig, load
     from drumroll.config.explain import arithmetic
+    from drumroll.registry import search
 
     config = load(recipe, overrides).config
+    search(config.import_from)
     from drumroll.cluster.layout import planned
 
     layout = planned(config)
@@ -253,10 +255,12 @@ def check_environment(environment: str, args: tuple[str, ...], seconds: float) -
 def _environment_args(args: tuple[str, ...]) -> dict[str, Any]:
     import yaml
 
+    from drumroll.registry import search
+
     pairs = [text.partition("=") for text in args]
     if wrong := [key for key, equals, _ in pairs if not equals]:
         raise DrumrollError(f"'{wrong[0]}' is not an argument; write name=value, for example size=4.")
-    sys.path.insert(0, str(Path.cwd()))
+    search([str(Path.cwd())])
     return {key: yaml.safe_load(value) for key, _, value in pairs}
 
 

@@ -43,6 +43,10 @@ class StoreError(DrumrollError):
     """A run directory that cannot be written, read or resumed."""
 
 
+class TrackerError(DrumrollError):
+    """A tracker that is required and cannot be opened."""
+
+
 class RolloutError(DrumrollError):
     """A step that cannot be completed: everything filtered or failed, or no engine left."""
 

@@ -58,7 +58,7 @@ class Session:
         workers.notify = progress.notice
         self.evaluator = evaluator
         self.progress = progress
-        self.trackers = Trackers(run)
+        self.trackers = Trackers(run, progress.notice)
         self.step = 0
         self.resume = resume
         self.before: Metrics = {}
@@ -98,11 +98,14 @@ class Session:
 
     async def start(self) -> None:
         """Return to the last checkpoint, or evaluate the untrained model."""
-        last = self._last_committed() if self.resume else None
-        if last is not None:
-            await self._restore(last)
+        saved = self.run.checkpoints.steps() if self.resume else []
+        if saved:
+            await self._restore(saved[-1])
         else:
+            if self.resume and self.run.metrics:
+                self.progress.notice(f"{self.run.path} has no complete checkpoint: the run begins again at step 0.")
             self.run.rewind(-1)
+            self.run.checkpoints.restore_best(None)
             if self.ledger is not None:
                 self.ledger.resume(0)
             self._committed = self._state()
@@ -138,7 +141,7 @@ class Session:
         stop = self._stopping and not last
         due = best or last or stop or bool(config.checkpoint.every and self.step % config.checkpoint.every == 0)
         if due:
-            await self._save()
+            await self._save({"step": self.step, "score": score} if best else self.run.checkpoints.best())
         if best and score is not None:
             self.run.checkpoints.mark_best(self.step, score)
         if self.ledger is not None:
@@ -153,7 +156,7 @@ class Session:
             metrics: Metrics = {}
             await self._evaluate_step(metrics)
             self.run.append_metrics(self.step, metrics | self._take_times())
-            await self._save()
+            await self._save(self.run.checkpoints.best())
             if self.ledger is not None:
                 self.ledger.commit(self.step, self.run.checkpoints.path(self.step))
         with new_folder(self.run.model_path) as folder:
@@ -225,36 +228,50 @@ class Session:
         loop = {name: part.state() for name, part in self._resumable.items()}
         return {"loop": loop, "before": self.before, "after": self.after}
 
-    async def _save(self) -> None:
+    async def _save(self, best: Mapping[str, Any] | None) -> None:
+        """Save the step; a step saved before keeps its weights, so that one complete checkpoint exists at all times."""
         async with self.stage("checkpoint"):
-            state = {**self._committed, "before": self.before, "after": self.after, "seconds": self.seconds()}
+            evaluations = {"before": self.before, "after": self.after, "best": best}
+            state = {**self._committed, **evaluations, "seconds": self.seconds()}
 
             async def write(folder: Path) -> None:
                 for part, group in self.workers.learners().items():
                     (folder / part).mkdir(exist_ok=True)
                     await group.call(0, Learner.save, (folder / part).absolute())
 
-            await self.run.checkpoints.save(self.step, write, state)
-
-    def _last_committed(self) -> int | None:
-        """The newest checkpoint that a commit names; without a ledger, the newest complete one."""
-        found = self.run.checkpoints.steps()
-        named = self.ledger.checkpoints() if self.ledger is not None else set(found)
-        return max((step for step in found if step in named), default=None)
+            if self.step in self.run.checkpoints.steps():
+                self.run.checkpoints.amend(self.step, state)
+            else:
+                await self.run.checkpoints.save(self.step, write, state)
 
     async def _restore(self, step: int) -> None:
-        self.run.rewind(step)
-        if self.ledger is not None:
-            self.ledger.resume(step)
+        """Return to a complete checkpoint. Nothing is cut off before it is loaded."""
         state = self.run.checkpoints.state(step)
         for part, group in self.workers.learners().items():
             await group.broadcast(Learner.load, (self.run.checkpoints.path(step) / part).absolute())
+        self.run.rewind(step)
+        self.run.checkpoints.restore_best(state.get("best"))
+        if self.ledger is not None:
+            self.ledger.resume(step)
+            self._rebuild(self.ledger, step)
         await self.workers.publish(step)
         for name, resumable in self._resumable.items():
             resumable.restore(state["loop"][name])
         self.step, self.before, self.after = step, state["before"], state["after"]
         self._earlier_seconds = state["seconds"]
         self._committed = self._state()
+
+    def _rebuild(self, ledger: Ledger, step: int) -> None:
+        """Write down what the ledger has lost of the steps up to a checkpoint."""
+        lost = sorted(set(range(1, step + 1)) - ledger.committed())
+        if not lost:
+            return
+        found, outcomes = self.run.checkpoints, list(self.run.outcomes(lost))
+        ledger.rebuild({s: found.path(s).name if s in found.steps() else None for s in lost}, outcomes)
+        self.progress.notice(
+            f"{LEDGER} has no commit of {len(lost)} of the {step} steps before {found.path(step).name}, the newest complete checkpoint: "
+            f"the run continues from it, and {len(outcomes)} samples in {LEDGER} were rebuilt from rollouts/."
+        )
 
     # --- interruption ---
 

@@ -120,6 +120,26 @@ def test_a_run_from_start_to_look(drumroll, recipe, tmp_path):
     assert (code, "step 3/3" in out) == (0, True)
 
 
+def test_only_verbs_that_run_user_code_search_its_folder_and_never_before_the_standard_library(drumroll, recipe, tmp_path):
+    """A run directory may come from anybody: looking at it imports nothing, and its files replace no module of Python."""
+    for name in ("random", "json", "colorsys"):
+        (tmp_path / f"{name}.py").write_text(f"print('stranger {name}')\n")
+    (tmp_path / "mine.py").write_text("import colorsys, random\ndef f(completion): return random.random()\n")
+    path = recipe(reward="mine:f", steps=1, eval={"sets": {}})
+    script = tmp_path / "bin" / "start.py"  # like a console script: the current folder is not searched
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom drumroll.cli import main\nmain()\nprint(*sys.path, sep='\\n')\n")
+    command = [sys.executable, str(script), "train", path, "--quiet"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "stranger" not in done.stdout + done.stderr
+    assert str(tmp_path) in done.stdout.splitlines()
+    run = tmp_path / "runs" / "small"
+    for verb in ("status", "samples", "ledger", "report"):
+        assert drumroll("run", verb, str(run))[0] == 0
+        assert not {str(tmp_path), str(run)} & set(sys.path)
+
+
 def test_dry_run_shows_config_and_arithmetic_and_writes_nothing(drumroll, recipe, tmp_path):
     code, out, _ = drumroll("train", recipe(), "--dry-run")
     assert code == 0

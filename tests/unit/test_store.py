@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import shutil
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ from drumroll.errors import StoreError
 from drumroll.sample import Failure, Fate, Owner, Prompt, Sample, StopReason, Trace
 from drumroll.store.checkpoints import Checkpoints
 from drumroll.store.files import new_folder, write_text
+from drumroll.store.ledger import Ledger
+from drumroll.store.lock import locked
 from drumroll.store.run import Run
 
 
@@ -108,6 +113,7 @@ def test_read_only_output_is_one_sentence(small):
 
 def test_a_run_directory_is_not_overwritten_by_accident(small, run):
     config = load(small()).config
+    run.append_metrics(1, {"x": 1})
     with pytest.raises(StoreError, match=r"is not empty. Continue it with --resume, choose another name=..., or replace"):
         Run.create(config)
     Run.create(config, overwrite=True)
@@ -117,6 +123,75 @@ def test_a_run_directory_is_not_overwritten_by_accident(small, run):
     with pytest.raises(StoreError, match="nothing in it was touched"):
         Run.create(load(small(name="foreign")).config, overwrite=True)
     assert (foreign / "thesis.tex").exists()
+
+
+def test_a_run_that_ended_before_its_first_step_does_not_block_its_name(small, run):
+    config = load(small()).config
+    run.append_metrics(0, {"eval/sums": 0.5})
+    run.write_rollouts("eval", 0, [])
+    run.write_rollouts("train", 1, [])  # the samples that failed
+    Ledger(run.path / "ledger.sqlite").close()
+    Run.create(config)
+    assert [p.name for p in run.path.iterdir()] == ["config.yaml"]
+    for name in ("notes.txt", "model"):  # somebody's own, and what a finished run has
+        (run.path / name).write_text("x")
+        with pytest.raises(StoreError, match="is not empty"):
+            Run.create(config)
+        (run.path / name).unlink()
+    run.write_rollouts("train", 1, [])  # by `drumroll rollout`, which has no metrics
+    with pytest.raises(StoreError, match="is not empty"):
+        Run.create(config)
+
+
+def test_a_checkpoint_under_another_name_is_left_alone(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    save(checkpoints, 1, lambda folder: (folder / "weights").write_text("w"))
+    shutil.copytree(checkpoints.path(1), tmp_path / "step-000001-copy")
+    save(checkpoints, 2, lambda folder: (folder / "weights").write_text("w"))
+    assert checkpoints.steps() == [2]
+    assert (tmp_path / "step-000001-copy" / "weights").exists()
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from drumroll.store.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_directory_has_one_holder_and_its_lock_dies_with_it(tmp_path):
+    path = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        named = (
+            rf"run is in use by process {process.pid} on {socket.gethostname()} since \d{{4}}-.*; wait until it ends, or stop"
+        )
+        with pytest.raises(StoreError, match=named), locked(path):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+    with locked(path) as exclusive:
+        assert exclusive
+        with pytest.raises(StoreError, match=f"process {os.getpid()}"), locked(path):
+            pass
+    assert not (path / ".lock").exists()
+
+
+def test_a_lock_leaves_no_directory_behind(tmp_path):
+    with locked(tmp_path / "new"):
+        pass
+    assert not (tmp_path / "new").exists()
+    with locked(tmp_path / "used"):
+        (tmp_path / "used" / "file").touch()
+    assert [p.name for p in (tmp_path / "used").iterdir()] == ["file"]
 
 
 def test_open_says_what_is_missing(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +26,7 @@ from drumroll.deadline import CpuTimeExceeded
 from drumroll.engines import Completion, Engine, Request
 from drumroll.learners.ranks import Ranks
 from drumroll.models.adapters import peft_config
+from drumroll.registry import search
 from drumroll.rewards.model import Classifier
 from drumroll.sample import Version
 
@@ -35,7 +35,7 @@ def make_seat(
     make: str, config: AnyConfig, device: Device, rank: int, count: int, meeting: tuple[str, int] | None = None
 ) -> LearnerSeat | EngineSeat | Classifier:
     """Make the worker of a role in this process, which sees the GPUs of its own place only; `device` is the first of it."""
-    sys.path[:0] = [path for path in config.import_from if path not in sys.path]
+    search(config.import_from)
     configure_torch(config, device.threads)
     where = "cuda" if device.kind is Kind.CUDA else "cpu"
     sections = {
@@ -55,7 +55,7 @@ def make_seat(
 
 def make_desk(config: AnyConfig) -> Desk:
     """The desk, which looks a user's own parts up as every worker does."""
-    sys.path[:0] = [path for path in config.import_from if path not in sys.path]
+    search(config.import_from)
     return Desk(open_algorithm(config))
 
 

@@ -17,6 +17,7 @@ from drumroll.config import AnyConfig, RLConfig
 from drumroll.engines import Engine
 from drumroll.learners import Learner
 from drumroll.models.cores import CORES
+from drumroll.registry import search
 from drumroll.rewards import Pool
 from drumroll.rewards.asking import Judge
 from drumroll.rewards.model import RewardModel
@@ -82,7 +83,8 @@ class Workers(ABC):
 
 
 async def open_workers(config: AnyConfig) -> Workers:
-    """Start all roles on the config's runtime."""
+    """Start all roles on the config's runtime. From here on the user's modules can be imported."""
+    search(config.import_from)
     if config.cluster.runtime == "ray":
         from drumroll.cluster.remote import open_remote
 

@@ -6,7 +6,6 @@ the file and line, the key, the value and what is allowed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,11 +43,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
     for override in sorted(overrides, key=lambda o: o.partition("=")[0].count(".")):  # a section before its keys
         _apply(values, override, origins)
     _resolve_paths(values, base)
-    config = check(values, origins)
-    for folder in reversed(config.import_from):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    return Loaded(config, origins)
+    return Loaded(check(values, origins), origins)
 
 
 def check(values: dict[str, Any], origins: Mapping[str, str] | None = None) -> AnyConfig:

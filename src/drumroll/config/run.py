@@ -27,3 +27,5 @@ class TrackerConfig(Section):
     """Project name (wandb)."""
     mode: Literal["online", "offline"] = "online"
     """wandb without a network: offline."""
+    required: bool = False
+    """Stop before the first step when it cannot be opened (no login, no network). Default: the run goes on without it and says so."""

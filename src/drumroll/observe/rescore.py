@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ from drumroll.cluster.pool import KillablePool
 from drumroll.cluster.workers import open_workers
 from drumroll.config import RLConfig
 from drumroll.errors import StoreError
+from drumroll.registry import search
 from drumroll.rewards import Scorer
 from drumroll.sample import ENVIRONMENT, Prompt, Sample, StopReason
 from drumroll.stages import open_scorer
+from drumroll.store.files import make_folder, new_file
 from drumroll.store.rollouts import SCHEMA, TEXTS, read_samples
 
 FOLDER = "rescored"
@@ -31,6 +32,7 @@ async def rescore(run: Path, config: RLConfig) -> Table:
     files = sorted((run / "rollouts").glob("*.parquet"))
     if not files:
         raise StoreError(f"{run} has no recorded rollouts to score again.")
+    search(config.import_from)
     asks = config.roles.judge is not None or config.roles.reward_model is not None
     workers = await open_workers(config) if asks else None  # else no model is needed
     pool = KillablePool(config.rollout.reward_workers)
@@ -88,11 +90,10 @@ def _count(total: dict[str, float], before: Mapping[str, Any], after: Mapping[st
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     texts = [{**row, **{c: json.dumps(row[c], default=str) for c in TEXTS}} for row in rows]
-    temporary = path.with_suffix(".tmp")
-    pq.write_table(pa.Table.from_pylist(texts, schema=SCHEMA), temporary, compression="zstd")
-    os.replace(temporary, path)
+    with new_file(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(texts, schema=SCHEMA), temporary, compression="zstd")
 
 
 def _table(run: Path, counts: Mapping[str, Mapping[str, float]]) -> Table:

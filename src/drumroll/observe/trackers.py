@@ -1,4 +1,7 @@
-"""Metrics to TensorBoard and Weights & Biases. A tracker that is not installed is named with its install command."""
+"""Metrics to TensorBoard and Weights & Biases. A tracker that is not installed is named with its install command.
+
+Whatever a tracker raises is one sentence. The run goes on without it, unless the config says `required`.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,53 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from drumroll.config.run import TrackerConfig
-from drumroll.errors import MissingExtra
+from drumroll.errors import DrumrollError, MissingExtra, TrackerError
 from drumroll.store.run import Run
 
 Log = Callable[[int, Mapping[str, float]], None]
 
 
 class Trackers:
-    """All trackers of a run."""
+    """All trackers of a run; `notice` is told of each that is given up."""
 
-    def __init__(self, run: Run) -> None:
-        opened = [OPEN[tracker.kind](run, tracker) for tracker in run.config.trackers]
-        self._logs: list[Log] = [log for log, _ in opened]
-        self._closers = [close for _, close in opened]
+    def __init__(self, run: Run, notice: Callable[[str], None]) -> None:
+        self._notice = notice
+        self._opened: list[tuple[str, Log, Callable[[], None]]] = []
+        for tracker in run.config.trackers:
+            try:
+                self._opened.append((tracker.kind, *OPEN[tracker.kind](run, tracker)))
+            except DrumrollError:
+                raise
+            except Exception as error:
+                if tracker.required:
+                    raise TrackerError(
+                        f"the tracker {tracker.kind} could not be opened: {_first_line(error)}. "
+                        "Set required: false to train without it, or remove it from trackers."
+                    ) from error
+                notice(f"the tracker {tracker.kind} could not be opened: {_first_line(error)}. The run goes on without it.")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send a step's metrics everywhere."""
-        for log in self._logs:
-            log(step, metrics)
+        """Send a step's metrics everywhere; a tracker that fails is given up."""
+        for opened in list(self._opened):
+            kind, log, _ = opened
+            try:
+                log(step, metrics)
+            except Exception as error:
+                self._opened.remove(opened)
+                self._notice(f"the tracker {kind} failed at step {step}: {_first_line(error)}. The run goes on without it.")
 
     def close(self) -> None:
         """Flush and end; safe to call twice."""
-        while self._closers:
-            self._closers.pop()()
+        while self._opened:
+            kind, _, close = self._opened.pop()
+            try:
+                close()
+            except Exception as error:
+                self._notice(f"the tracker {kind} could not be closed: {_first_line(error)}.")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _tensorboard(run: Run, config: TrackerConfig) -> tuple[Log, Callable[[], None]]:

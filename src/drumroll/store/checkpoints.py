@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from drumroll.store.files import new_folder, write_text
+from drumroll.store.files import new_folder, remove_folder, write_text
 
 STATE = "state.json"
 BEST = "best.json"
@@ -27,8 +26,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        found = (p for p in self.folder.glob("step-*") if (p / STATE).exists())
-        return sorted(int(p.name.removeprefix("step-")) for p in found)
+        found = (p.name.removeprefix("step-") for p in self.folder.glob("step-*") if (p / STATE).exists())
+        return sorted(int(number) for number in found if number.isdecimal())
 
     async def save(self, step: int, write: Callable[[Path], Awaitable[None]], state: Mapping[str, Any]) -> None:
         """Write a checkpoint; it exists only once all of it is on disk."""
@@ -36,34 +35,43 @@ class Checkpoints:
             await write(folder)
             (folder / STATE).write_text(json.dumps({"step": step, **state}, indent=2))
 
+    def amend(self, step: int, state: Mapping[str, Any]) -> None:
+        """Replace the controller's part of a checkpoint; the weights are those that were saved."""
+        write_text(self.path(step) / STATE, json.dumps({"step": step, **state}, indent=2))
+
     def prune(self) -> None:
-        """Drop those no longer kept. Call it once the newest is committed: until then an older one is the way back."""
+        """Delete those no longer kept. Call it once the newest is committed: until then an older one is the way back."""
         kept = {*self.steps()[-self.keep :], self.best_step()}
         for old in self.steps():
             if old not in kept:
-                shutil.rmtree(self.path(old))
+                remove_folder(self.path(old))
 
-    def rewind(self, step: int) -> None:
-        """Forget checkpoints of later steps, and a best one among them."""
-        for later in [s for s in self.steps() if s > step]:
-            shutil.rmtree(self.path(later))
-        best = self.best_step()
-        if best is not None and best > step:
-            (self.folder / BEST).unlink()
+    def restore_best(self, best: Mapping[str, Any] | None) -> None:
+        """Make `best.json` say what a checkpoint recorded, if that checkpoint still exists."""
+        if best is not None and best["step"] in self.steps():
+            if best["step"] != self.best_step():
+                self.mark_best(best["step"], best["score"])
+        elif self.best_step() not in self.steps():
+            (self.folder / BEST).unlink(missing_ok=True)
 
     def state(self, step: int) -> dict[str, Any]:
         """The controller's part of a checkpoint."""
         return json.loads((self.path(step) / STATE).read_text("utf-8"))
 
+    def best(self) -> dict[str, Any] | None:
+        """Step and score of the best checkpoint so far."""
+        path = self.folder / BEST
+        return json.loads(path.read_text("utf-8")) if path.exists() else None
+
     def best_step(self) -> int | None:
         """The step of the best checkpoint so far."""
-        path = self.folder / BEST
-        return json.loads(path.read_text("utf-8"))["step"] if path.exists() else None
+        best = self.best()
+        return best["step"] if best else None
 
     def best_score(self) -> float:
         """The score of the best checkpoint so far."""
-        path = self.folder / BEST
-        return json.loads(path.read_text("utf-8"))["score"] if path.exists() else float("-inf")
+        best = self.best()
+        return best["score"] if best else float("-inf")
 
     def mark_best(self, step: int, score: float) -> None:
         """Remember a checkpoint as the best."""

@@ -1,4 +1,7 @@
-"""Writing files so that a crash or a full disk never leaves a half that looks whole."""
+"""Writing files so that a crash, a power cut or a full disk never leaves a half that looks whole.
+
+After each call here the file and its name are on disk: `fsync` of the file, then of its directory.
+"""
 
 from __future__ import annotations
 
@@ -29,40 +32,86 @@ def explained(path: Path) -> Generator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step."""
+    """Replace a text file in one step."""
+    with new_file(path) as temporary:
+        temporary.write_text(text, "utf-8")
+
+
+@contextmanager
+def new_file(path: Path) -> Generator[Path]:
+    """Yield a path to write; the file appears under its name only when it is complete and on disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     with explained(path):
         try:
-            temporary.write_text(text, "utf-8")
+            yield temporary
+            sync(temporary)
             os.replace(temporary, path)
+            sync(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
 
 
+def append_text(path: Path, text: str) -> None:
+    """Append to a text file; the text is on disk when this returns."""
+    with explained(path):
+        created = not path.exists()
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if created:
+            sync(path.parent)
+
+
 @contextmanager
 def new_folder(path: Path) -> Generator[Path]:
-    """A folder that appears under its name only when it is complete and on disk."""
+    """Yield a folder to fill; it appears under its name only when it is complete and on disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     with explained(path):
         shutil.rmtree(temporary, ignore_errors=True)
         try:
-            temporary.mkdir(parents=True)
+            make_folder(path.parent)
+            temporary.mkdir()
             yield temporary
-            for file in temporary.rglob("*"):
-                if file.is_file():
-                    _sync(file)
-            shutil.rmtree(path, ignore_errors=True)
+            for entry in temporary.rglob("*"):
+                if not entry.is_symlink():
+                    sync(entry)
+            sync(temporary)
+            remove_folder(path)
             os.rename(temporary, path)
-            _sync(path.parent)
+            sync(path.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
 
-def _sync(path: Path) -> None:
+def remove_folder(path: Path) -> None:
+    """Delete a folder under another name, so that its own name never stands for a half of it."""
+    gone = path.with_name(f".{path.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    if path.exists():
+        os.rename(path, gone)
+        sync(path.parent)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents, each name on disk."""
+    with explained(path):
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync folders
+            raise
     finally:
         os.close(handle)

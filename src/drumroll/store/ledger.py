@@ -1,8 +1,9 @@
 """The ledger: what became of every prompt drawn and every sample started, through crashes and resumes.
 
 A listener of the scheduler's events. Rows are buffered and written in few transactions; a step's commit row is written
-last, after its checkpoint. On resume all that came after the last commit that names a checkpoint becomes `superseded`,
-and is done again in a new *life* of the run.
+last, after its checkpoint, and is on disk when `commit` returns. On resume all that came after the checkpoint becomes
+`superseded`, and is done again in a new *life* of the run. Steps that the ledger lost (a power cut, a deleted file, a copy
+without its write-ahead log) are rebuilt from the recorded rollouts, in life 0.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from drumroll.errors import StoreError
 from drumroll.rollout.lifecycle import DrawEvent, Event
-from drumroll.sample import Fate, Sample
+from drumroll.sample import GREEDY, Fate, Sample
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS commits (
@@ -32,6 +33,8 @@ CREATE TABLE IF NOT EXISTS samples (
 FATES = tuple(fate.value for fate in Fate)
 FLUSH_ROWS = 4096
 FLUSH_SECONDS = 1.0
+RECOVERED = 0
+"""The life of rebuilt rows; the first life of a run is 1."""
 
 
 class Ledger:
@@ -50,7 +53,8 @@ class Ledger:
                 self.db.executescript(SCHEMA)
             self.life: int = self.one("SELECT COALESCE(MAX(life), 0) FROM draws") or 0
         except sqlite3.Error as error:
-            raise StoreError(f"cannot open the ledger {path}: {error}.") from error
+            hint = "" if read_only else " Move it away to continue with --resume, which rebuilds it from rollouts/."
+            raise StoreError(f"cannot open the ledger {path}: {error}.{hint}") from error
         self.step = 1
         self._samples: dict[tuple[int, int, int], Sample] = {}
         self._draws: dict[tuple[int, int], DrawEvent] = {}
@@ -85,10 +89,12 @@ class Ledger:
     def commit(self, step: int, checkpoint: Path | None) -> None:
         """The commit row of a step, with the checkpoint that holds it. Call it last."""
         row = (step, self.life, None if checkpoint is None else checkpoint.name, time.time())
-        self._transaction([("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?)", row)])
+        self._transaction([("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?)", row)], durable=True)
 
-    def _transaction(self, extra: list[tuple[str, tuple[Any, ...]]]) -> None:
+    def _transaction(self, extra: Iterable[tuple[str, tuple[Any, ...]]], *, durable: bool = False) -> None:
+        """Write what was noted and `extra`; `durable` syncs the write-ahead log, with all earlier transactions in it."""
         try:
+            self.db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
             self.db.execute("BEGIN")
             self.db.executemany("INSERT OR REPLACE INTO draws VALUES (?, ?, ?, ?, ?, ?, ?, ?)", self._draw_rows())
             self.db.executemany("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", self._sample_rows())
@@ -122,20 +128,34 @@ class Ledger:
 
     # --- resuming ---
 
-    def checkpoints(self) -> set[int]:
-        """The steps whose commit names a checkpoint."""
-        return {step for (step,) in self.db.execute("SELECT step FROM commits WHERE checkpoint IS NOT NULL")}
+    def committed(self) -> set[int]:
+        """The steps that have a commit row."""
+        return {step for (step,) in self.db.execute("SELECT step FROM commits")}
 
     def resume(self, step: int) -> None:
         """Begin a new life after the commit of `step`: whatever came later is superseded, and will be done again."""
-        self.flush()
-        self.db.execute("BEGIN")
-        for table, column in (("samples", "state"), ("draws", "fate")):
-            self.db.execute(f"UPDATE {table} SET {column} = 'superseded' WHERE step IS NULL OR step > ?", (step,))
-        self.db.execute("DELETE FROM commits WHERE step > ?", (step,))
-        self.db.execute("COMMIT")
+        undone = "step IS NULL OR step > ?"
+        self._transaction(
+            [
+                (f"UPDATE samples SET state = 'superseded' WHERE {undone}", (step,)),
+                (f"UPDATE draws SET fate = 'superseded' WHERE {undone}", (step,)),
+                ("DELETE FROM commits WHERE step > ?", (step,)),
+            ],
+            durable=True,
+        )
         self.life += 1
         self.step = step + 1
+
+    def rebuild(self, steps: Mapping[int, str | None], rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add commit rows for steps (with the names of their checkpoints) and those of their samples that are not known.
+
+        `rows` are recorded samples. Groups that were dropped without a failure were never recorded and stay unknown.
+        """
+        now = time.time()
+        commits = [
+            ("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?)", (step, RECOVERED, name, now)) for step, name in steps.items()
+        ]
+        self._transaction([*commits, *_recovered(rows)], durable=True)
 
     def close(self) -> None:
         """Write what was noted, and close."""
@@ -193,3 +213,29 @@ class Ledger:
         ).fetchall()
         found = [f"draw {d} was trained {n} times" for d, n in twice] + [f"draw {d} was settled {n} times" for d, n in settled]
         return found + [f"sample {d}.{p} is {state} though its draw has ended" for d, p, state in open_samples]
+
+
+_ADD_SAMPLE = """INSERT OR REPLACE INTO samples SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11
+    WHERE NOT EXISTS (SELECT 1 FROM samples WHERE draw = ?2 AND attempt = ?3 AND place = ?4 AND step = ?11)"""
+_ADD_DRAW = """INSERT OR REPLACE INTO draws SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8
+    WHERE NOT EXISTS (SELECT 1 FROM draws WHERE draw = ?2 AND attempt = ?3 AND step = ?8)"""
+
+
+def _recovered(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Inserts for recorded samples and their draws. Of a draw that was never trained the last attempt failed."""
+    groups: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        own, _, attempt = row["id"].partition("~")
+        draw, _, place = own.partition(".")
+        number, tried = int(draw), int(attempt or 0)
+        groups.setdefault((number, tried), []).append(row)
+        known = (row["fate"], row["stop"], row["reward"], row["tokens"], row["failure"], row["history"], row["step"])
+        yield _ADD_SAMPLE, (RECOVERED, number, tried, GREEDY if place == "greedy" else int(place), *known)
+    trained = {key for key, samples in groups.items() if any(row["fate"] == Fate.TRAINED for row in samples)}
+    settled = dict(sorted(groups)) | dict(trained)  # draw → the attempt that settled it
+    for (draw, tried), samples in groups.items():
+        newest = samples[-1]
+        fate = Fate.TRAINED if (draw, tried) in trained else Fate.FAILED if settled[draw] == tried else Fate.ABORTED
+        reason = None if fate is Fate.TRAINED else "rebuilt from the rollouts"
+        row = (draw, tried, newest["prompt_id"], newest["domain"], fate.value, reason, newest["step"])
+        yield _ADD_DRAW, (RECOVERED, *row)

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from drumroll.sample import Fate, Sample
+from drumroll.sample import Fate, Owner, Sample
 
 TRACE = pa.struct(
     [
@@ -93,3 +93,11 @@ def read_troubles(path: Path) -> Iterator[tuple[str, str]]:
     columns = [name for name in ("id", "failure", "notes") if name in pq.read_schema(path).names]
     for row in pq.read_table(path, columns=columns).to_pylist():
         yield from ((row["id"], text) for text in (row["failure"], *(row.get("notes") or ())) if text)
+
+
+def read_outcomes(path: Path) -> Iterator[dict[str, Any]]:
+    """What the ledger records of samples: id, prompt, domain, fate, stop, reward, failure, history, count of policy tokens."""
+    columns = ["step", "id", "prompt_id", "domain", "fate", "stop", "reward", "failure", "history", "traces"]
+    for row in pq.read_table(path, columns=columns).to_pylist():
+        row["tokens"] = sum(trace["owners"].count(Owner.POLICY) for trace in row.pop("traces"))
+        yield row

@@ -1,0 +1,75 @@
+"""The lock of a run directory: one process trains in it at a time; readers need no lock.
+
+The operating system holds the lock (`flock`) and releases it when its process ends, however it ends. The file names the
+holder for people and decides nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from drumroll.errors import StoreError
+from drumroll.store.files import explained, make_folder
+
+LOCK = ".lock"
+UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+
+
+@contextmanager
+def locked(path: Path) -> Generator[bool]:
+    """Hold a run directory, which is created if missing; yields False where the file system has no locks.
+
+    A directory that was created here and is still empty at the end is removed.
+    """
+    created, file = not path.exists(), path / LOCK
+    make_folder(path)
+    with explained(file):
+        handle, exclusive = _acquire(file)
+    try:
+        yield exclusive
+    finally:
+        file.unlink(missing_ok=True)  # before the lock is released: who waits for this file looks again
+        os.close(handle)
+        if created:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _acquire(file: Path) -> tuple[int, bool]:
+    while True:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        exclusive = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = os.read(handle, 4096)
+            os.close(handle)
+            raise StoreError(f"{file.parent} is in use by {_holder(text)}; wait until it ends, or stop it first.") from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                os.close(handle)
+                raise
+            exclusive = False
+        with suppress(FileNotFoundError):  # its last holder may have removed the file since we opened it
+            if os.path.samestat(os.fstat(handle), file.stat()):
+                os.truncate(handle, 0)
+                started = datetime.now().astimezone().isoformat(timespec="seconds")
+                os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}).encode())
+                return handle, exclusive
+        os.close(handle)
+
+
+def _holder(text: bytes) -> str:
+    try:
+        found = json.loads(text)
+        return f"process {found['pid']} on {found['host']} since {found['started']}"
+    except (ValueError, KeyError, TypeError):  # it has not written its name yet
+        return "another process"

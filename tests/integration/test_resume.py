@@ -1,0 +1,150 @@
+"""Resuming from what is left: the newest complete checkpoint is taken whatever the ledger says, and nothing is lost."""
+
+import shutil
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+import drumroll
+from drumroll.observe.progress import Quiet
+from drumroll.store.ledger import Ledger
+from drumroll.store.run import Run
+
+
+class Hearing(Quiet):
+    """Keeps the notices of a run."""
+
+    def __init__(self):
+        self.heard = []
+
+    def notice(self, text):
+        self.heard.append(text)
+
+
+def trained(path):
+    """Draws trained on, by step."""
+    books = Ledger(path / "ledger.sqlite", read_only=True)
+    assert books.problems() == []
+    return books.db.execute("SELECT step, draw, prompt, domain FROM draws WHERE fate = 'trained' ORDER BY 1, 2").fetchall()
+
+
+def samples(path):
+    """Ends of samples, without those that were never recorded elsewhere."""
+    query = "SELECT step, draw, place, state, stop, reward, tokens, failure FROM samples WHERE state IN ('trained', 'failed')"
+    return sorted(Ledger(path / "ledger.sqlite", read_only=True).db.execute(query).fetchall(), key=str)
+
+
+def delete(path, old):
+    (path / "ledger.sqlite").unlink()
+
+
+def empty(path, old):
+    (path / "ledger.sqlite").write_bytes(b"")
+
+
+def restore(path, old):
+    shutil.copyfile(old, path / "ledger.sqlite")
+
+
+def forget_checkpoints(path, old):
+    with sqlite3.connect(path / "ledger.sqlite") as db:
+        db.execute("DELETE FROM commits")
+
+
+class Copying(Hearing):
+    """Copies the ledger without its write-ahead log when step 2 is committed."""
+
+    def __init__(self, path, to):
+        super().__init__()
+        self.path, self.to = path, to
+
+    def committed(self, step, metrics):
+        if step == 2:
+            shutil.copyfile(self.path / "ledger.sqlite", self.to)
+
+
+def test_a_run_goes_on_whatever_became_of_its_ledger(small, tmp_path, untimed, mine):
+    """A sample in sixteen fails, so that failures are rebuilt too."""
+    name = mine(
+        "def f(completion, sample):\n    if sample.draw % 4 == 1 and sample.index == 2: raise ValueError('x')\n    return len(completion) % 3"
+    )
+    changes = {"deterministic": True, "reward": f"{name}:f", "checkpoint": {"every": 1, "keep": 1}, "eval": {"every": 2}}
+    whole = drumroll.train(small(name="whole", steps=5, **changes))
+    old = tmp_path / "old.sqlite"
+    first = drumroll.train(small(name="first", steps=4, **changes), progress=Copying(tmp_path / "runs/first", old))
+    assert first.checkpoints.steps() in ([4], [2, 4])
+    for damage in (delete, empty, restore, forget_checkpoints):
+        path = tmp_path / "runs" / damage.__name__
+        shutil.copytree(first.path, path)
+        damage(path, old)
+        progress = Hearing()
+        resumed = drumroll.train(resume=path, overrides=["steps=5"], progress=progress)
+        told = [text for text in progress.heard if "rebuilt" in text]
+        assert len(told) == 1, (damage, progress.heard)
+        assert "step-000004, the newest complete checkpoint: the run continues from it" in told[0]
+        assert untimed(resumed) == untimed(whole), damage
+        assert trained(path) == trained(whole.path), damage
+        assert samples(path) == samples(whole.path), damage
+        assert Ledger(path / "ledger.sqlite", read_only=True).committed() == {1, 2, 3, 4, 5}
+        assert resumed.checkpoints.best() == whole.checkpoints.best()
+
+
+def test_a_checkpoint_without_its_commit_is_taken_and_best_json_is_made_good(small, tmp_path, untimed):
+    """Killed between the checkpoint and what follows it: nothing of the step is done again."""
+    changes = {"deterministic": True, "checkpoint": {"every": 1}, "eval": {"every": 1}}
+    whole = drumroll.train(small(name="whole", steps=3, **changes))
+    run = drumroll.train(small(name="cut", steps=2, **changes))
+    with sqlite3.connect(run.path / "ledger.sqlite") as db:
+        db.execute("DELETE FROM commits WHERE step = 2")
+    (run.path / "checkpoints" / "best.json").unlink()
+    resumed = drumroll.train(resume=run.path, overrides=["steps=3"])
+    assert untimed(resumed) == untimed(whole)
+    assert resumed.checkpoints.best() == whole.checkpoints.best()
+    assert trained(run.path) == trained(whole.path)
+
+
+def test_without_a_checkpoint_it_says_that_it_begins_again(small):
+    run = drumroll.train(small(steps=1))
+    shutil.rmtree(run.path / "checkpoints")
+    progress = Hearing()
+    resumed = drumroll.train(resume=run.path, progress=progress)
+    assert f"{run.path} has no complete checkpoint: the run begins again at step 0." in progress.heard
+    assert [m["step"] for m in resumed.metrics] == [0, 1]
+
+
+def test_a_checkpoint_that_cannot_be_loaded_costs_nothing(small):
+    run = drumroll.train(small(steps=2, checkpoint={"every": 1}))
+    for file in run.checkpoints.path(2).glob("*.safetensors"):
+        file.unlink()
+    before = {str(p): p.stat().st_size for p in run.path.rglob("*") if p.is_file()}
+    with pytest.raises(Exception):  # noqa: B017  whatever reading a missing file raises
+        drumroll.train(resume=run.path, overrides=["steps=3"])
+    after = {str(p): p.stat().st_size for p in run.path.rglob("*") if p.is_file()}
+    assert before.keys() <= after.keys()
+    assert [m["step"] for m in run.metrics] == [0, 1, 2]
+
+
+def test_a_second_process_on_a_run_directory_is_refused(small, tmp_path, drumroll):
+    """While a real process trains, another is refused by one sentence, and `run status` is not."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(small(steps=10_000, eval={"sets": {}})))
+    command = [sys.executable, "-m", "drumroll", "train", str(recipe)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    path = tmp_path / "runs" / "small"
+    try:
+        assert first.stdout is not None
+        while not (line := first.stdout.readline()).startswith("step 1/"):
+            assert line, "the first process has ended"
+        for arguments in ([str(recipe)], [str(recipe), "--overwrite"], ["--resume", str(path)]):
+            code, _, err = drumroll("train", *arguments)
+            assert (code, err.count("\n")) == (2, 1)
+            assert f"small is in use by process {first.pid} on" in err
+        assert drumroll("run", "status", str(path))[0] == 0
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()
+    assert Run.open(path).metrics
