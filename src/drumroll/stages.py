@@ -39,6 +39,11 @@ def decoder(workers: Workers) -> Decode:
     return lambda tokens: workers.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+def speller(workers: Workers) -> Decode:
+    """Tokens to text with special tokens, in which stop strings are looked for."""
+    return lambda tokens: workers.tokenizer.decode(tokens)
+
+
 def open_scorer(config: AnyConfig, workers: Workers, rollout: RolloutConfig) -> Scorer:
     """The rewards, their processes, the models that they may ask and the sandbox that they may use."""
     pool = workers.open_pool(rollout.reward_workers)
@@ -82,6 +87,7 @@ def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listen
         workers.router,
         scorer,
         decoder(workers),
+        spell=speller(workers),
         episodes=episodes.open if episodes else answered_once,
         greedy=GREEDY in workers.needs,
         listeners=listeners,
@@ -98,7 +104,8 @@ def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
     longest, renderer = config.data.max_prompt_tokens, Renderer(workers.tokenizer)
     sets = open_sets(config.eval, renderer, scorer.required_columns, longest, environment)
     episodes = open_episodes(config, workers, seed=0)
-    return Evaluator(config.eval, sets, workers.router, scorer, decoder(workers), config.seed, rollout, episodes)
+    decode, spell = decoder(workers), speller(workers)
+    return Evaluator(config.eval, sets, workers.router, scorer, decode, config.seed, rollout, episodes, spell)
 
 
 # --- The stages of a step. A batch is a reference: on a cluster its tensors never come here. ---

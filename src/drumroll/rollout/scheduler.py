@@ -24,7 +24,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from drumroll.config.rollout import RolloutConfig
-from drumroll.engines import Request, Sampling
+from drumroll.engines import Completion, Request, Sampling
+from drumroll.engines.continuation import Continuation
 from drumroll.errors import RolloutError
 from drumroll.rollout.filters import Filter, find_filter
 from drumroll.rollout.lifecycle import DrawEvent, Event, Listener, SampleFailed, Stage, legal
@@ -40,7 +41,6 @@ from drumroll.sample import (
     Prompt,
     Sample,
     State,
-    StopReason,
     Trace,
     Version,
     sample_seed,
@@ -136,6 +136,7 @@ class Rollouts:
         scorer: Score,
         decode: Decode,
         *,
+        spell: Decode | None = None,
         episodes: OpenEpisode = answered_once,
         greedy: bool = False,
         listeners: Sequence[Listener] = (),
@@ -147,6 +148,7 @@ class Rollouts:
         self.router = router
         self.scorer = scorer
         self.decode = decode
+        self.spell = spell or decode  # with special tokens, in which stop strings are looked for
         self.episodes = episodes
         self.greedy = greedy  # every group has one greedy sample more, for a baseline
         self.listeners = list(listeners)
@@ -374,36 +376,30 @@ class Rollouts:
 
     async def _generate(self, flight: _Flight, sample: Sample) -> None:
         """One turn. An interrupted one goes on from its tokens; a lost or late one is tried again, within the budget."""
-        written = tries = 0
         trace, number = sample.traces[-1], len(sample.traces) - 1
         manner, key = self._manner(flight.group), (sample.draw, sample.attempt)
-        limit = manner.sampling.max_tokens
         seed = sample_seed(self.seed, f"train/{number}" if number else "train", sample.draw, sample.index)
         place = sample.draw * (self.config.most_samples + self.greedy) + sample.index + self.greedy
         how = replace(manner.sampling, temperature=0.0) if sample.index == GREEDY else manner.sampling
-        while True:
-            sampling = how if not written else replace(how, max_tokens=limit - written)
-            request = Request(f"{sample.id}#{tries}.{number}.{len(trace.tokens)}", tuple(trace.tokens), sampling, seed, place)
-            try:
-                done = await self.router.generate(
-                    request, key, place, self.config.generation_timeout, lambda: self._move(sample, State.GENERATING)
-                )
-            except Exception as error:
-                tries += 1
-                if tries > self.config.retries:
-                    raise _failed(error, "generation", self.config.generation_timeout) from None
-                self._current.retried += 1
-                self._move(sample, State.QUEUED)
-                continue
-            trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)
-            written += len(done.tokens)
-            sample.stop = done.stop
-            if done.stop is not StopReason.ABORTED:
-                return
-            if written >= limit:
-                sample.stop = StopReason.LENGTH
-                return
+        turn = Continuation(f"{sample.id}#{number}", tuple(trace.tokens), how, seed, self.spell, place)
+        limit = self.config.generation_timeout
+
+        def send(request: Request) -> Awaitable[Completion]:
+            return self.router.generate(request, key, place, limit, lambda: self._move(sample, State.GENERATING))
+
+        def failed(error: Exception, tries: int) -> None:
+            if tries > self.config.retries:
+                raise _failed(error, "generation", limit) from None
+            self._current.retried += 1
             self._move(sample, State.QUEUED)
+
+        async def grown(part: Completion) -> None:
+            trace.extend(part.tokens, Owner.POLICY, part.logprobs, part.versions)
+            sample.stop = part.stop
+            if not turn.done:
+                self._move(sample, State.QUEUED)
+
+        await turn.run(send, failed=failed, grown=grown)
 
     async def _act(self, sample: Sample, deed: Callable[[], Awaitable[bool]]) -> bool:
         self._move(sample, State.ACTING)

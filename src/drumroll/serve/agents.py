@@ -177,7 +177,7 @@ class AgentEpisode:
         place = sample.draw * (agents.rollout.most_samples + 1) + sample.index + 1
         line = Line(
             meter.unbilled(agents.router.generate),
-            agents.served.decode,
+            agents.served.spell,
             (sample.draw, sample.attempt),
             place,
             agents.rollout.generation_timeout,
