@@ -22,7 +22,8 @@ from drumroll.cluster.workers import Workers, open_workers
 from drumroll.config import RLConfig, load
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
-from drumroll.engines import Engine, Request, Sampling
+from drumroll.engines import Engine, Sampling
+from drumroll.engines.continuation import Continuation
 from drumroll.learners import Learner, Update
 from drumroll.rewards import Scorer
 from drumroll.sample import Fate, Group, Owner, Prompt, Sample, Trace, sample_seed
@@ -35,8 +36,8 @@ async def write(config: RLConfig, workers: Workers, sample: Sample, sampling: Sa
     prompt = sample.prompt.tokens
     key = sample_seed(config.seed, "train", sample.draw, sample.index)
     place = sample.draw * config.rollout.samples + sample.index
-    request = Request(sample.id, prompt, sampling, key, place)
-    completion = await workers.rollout.call(0, Engine.generate, request)
+    writing = Continuation(sample.id, prompt, sampling, key, workers.tokenizer.decode, place)
+    completion = await writing.run(lambda request: workers.rollout.call(0, Engine.generate, request))
     trace = Trace()
     trace.extend(list(prompt), Owner.PROMPT)
     trace.extend(completion.tokens, Owner.POLICY, completion.logprobs, completion.versions)

@@ -5,14 +5,21 @@
 2. *Classification at the boundary.* Config, data, models, rewards and files are checked where they enter;
    foreign exceptions (pydantic, YAML, OSError, a user's reward) are translated there and nowhere else.
 3. *A bad sample is data.* A failure inside one sample becomes its `Failure` (kind, boundary, text) and a fate;
-   it never unwinds the loop.
+   it never unwinds the loop. Its traceback is cut to the frames of the user's code.
 4. *Invariants are asserts.* An `AssertionError` is a bug of ours, and is allowed to show its traceback.
 """
 
 from __future__ import annotations
 
+import asyncio
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
+
+FRAMES = 12
+"""Frames shown of a user's code."""
 
 
 class DrumrollError(Exception):
@@ -70,3 +77,35 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A suggestion to append to an error, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def being_cancelled() -> bool:
+    """Whether the running task is being cancelled; any other `CancelledError` was raised by the code that it called."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def user_frames(error: BaseException) -> str:
+    """The frames of the user's code in an exception's traceback, or in its cause's, as Python prints them.
+
+    Installed packages count only where nothing else is there. An exception from another process has its `frames` with it.
+    """
+    if isinstance(brought := getattr(error, "frames", None), str):
+        return brought
+    causes, cause = [], error
+    while cause is not None:
+        causes.append([f for f in traceback.extract_tb(cause.__traceback__) if _foreign(f.filename)])
+        cause = cause.__cause__ or cause.__context__
+    own = [[f for f in frames if not _installed(f.filename)] for frames in causes]
+    frames = next((found for found in (*own, *causes) if found), [])
+    return "".join(traceback.format_list(frames[-FRAMES:])).rstrip()
+
+
+def _foreign(file: str) -> bool:
+    """Whether a file is neither ours nor Python's."""
+    ours = file.startswith((f"{Path(__file__).parent}/", "<"))
+    return not ours and (_installed(file) or not file.startswith(sysconfig.get_path("stdlib")))
+
+
+def _installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)

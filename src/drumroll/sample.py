@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -16,6 +17,8 @@ Message = dict[str, Any]
 Version = int
 GREEDY = -1
 """Index of a group's greedy sample: its reward is a baseline, it is not trained on."""
+FRAME = re.compile(r'^  File "(?:.*[/\\\\])?(.+)", line (\d+)', re.MULTILINE)
+"""A frame of a traceback: the name of its file, and the line."""
 ENVIRONMENT = "environment"
 """The share of an environment among a sample's rewards."""
 
@@ -148,14 +151,25 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a sample failed, or what was odd about it: the exception's kind, the boundary it crossed, its text."""
+    """Why a sample failed, or what was odd about it: the exception's kind, the boundary it crossed, its text.
+
+    `traceback` has the frames of the user's code. A failure that is `passing` may not come again at another try.
+    """
 
     kind: str
     boundary: str
     text: str
+    traceback: str = ""
+    passing: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind} in {self.boundary}: {self.text}"
+        found = FRAME.findall(self.traceback)
+        where = f" ({found[-1][0]}, line {found[-1][1]})" if found else ""
+        return f"{self.kind} in {self.boundary}: {self.text}{where}"
+
+    def told(self) -> str:
+        """The failure with its traceback."""
+        return f"{self}\n{self.traceback}" if self.traceback else str(self)
 
 
 @dataclass(slots=True)

@@ -39,10 +39,17 @@ def decoder(workers: Workers) -> Decode:
     return lambda tokens: workers.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+def speller(workers: Workers) -> Decode:
+    """Tokens to text with special tokens, in which stop strings are looked for."""
+    return lambda tokens: workers.tokenizer.decode(tokens)
+
+
 def open_scorer(config: AnyConfig, workers: Workers, rollout: RolloutConfig) -> Scorer:
     """The rewards, their processes, the models that they may ask and the sandbox that they may use."""
     pool = workers.open_pool(rollout.reward_workers)
-    scorer = Scorer(config.rewards(), rollout.reward_timeout, pool, workers.judge, workers.reward_model, config.sandbox)
+    asked = (workers.judge, workers.reward_model)
+    seconds = rollout.reward_timeout
+    scorer = Scorer(config.rewards(), seconds, pool, *asked, config.sandbox, lambda text: workers.notify(text))
     workers.closing.append(scorer.close)
     return scorer
 
@@ -82,6 +89,7 @@ def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listen
         workers.router,
         scorer,
         decoder(workers),
+        spell=speller(workers),
         episodes=episodes.open if episodes else answered_once,
         greedy=GREEDY in workers.needs,
         listeners=listeners,
@@ -98,7 +106,8 @@ def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
     longest, renderer = config.data.max_prompt_tokens, Renderer(workers.tokenizer)
     sets = open_sets(config.eval, renderer, scorer.required_columns, longest, environment)
     episodes = open_episodes(config, workers, seed=0)
-    return Evaluator(config.eval, sets, workers.router, scorer, decoder(workers), config.seed, rollout, episodes)
+    decode, spell = decoder(workers), speller(workers)
+    return Evaluator(config.eval, sets, workers.router, scorer, decode, config.seed, rollout, episodes, spell)
 
 
 # --- The stages of a step. A batch is a reference: on a cluster its tensors never come here. ---
@@ -160,13 +169,13 @@ async def publish(workers: Workers, version: int) -> None:
 def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
     """What the groups trained on at a version look like, as metrics."""
     samples = [s for g in groups for s in g.samples]
-    lengths = [s.policy_length() for s in samples]
+    lengths, ages = [s.policy_length() for s in samples], [s.oldest_version() for s in samples]
     metrics: dict[str, float] = {
         "rollout/tokens": float(sum(lengths)),
         "rollout/length": sum(lengths) / len(lengths),
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated": sum(s.stop in ("length", "context") for s in samples) / len(samples),
-        "rollout/staleness": sum(version - (s.oldest_version() or 0) for s in samples) / len(samples),
+        "rollout/staleness": sum(version - oldest for oldest in ages if oldest is not None) / len(samples),
         "rollout/zero_variance": sum(len(set(g.rewards)) < 2 for g in groups) / len(groups),
     }
     by_domain: dict[str, list[Any]] = {}

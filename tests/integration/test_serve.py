@@ -336,7 +336,7 @@ def test_a_run_samples_as_it_does_and_says_once_what_it_ignores():
         async with opened() as house, house.client() as client:
             served, notices = house.callers.served, []
             served.notify = notices.append
-            line = Line(house.router.generate, served.decode, "s")
+            line = Line(house.router.generate, served.spell, "s")
             own = Caller("s", served, line, Sampling(0.0, 5), lambda number, index, asked: number, fixed=True, turns=3)
             house.endpoint.find = lambda name: own
             for most in (50, 50, 2):

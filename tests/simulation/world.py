@@ -115,7 +115,8 @@ class FaultyEpisode:
         self.sample.traces = []
         await self.act()
         self.show()
-        return True
+        full = random.Random(f"full/{self.world.report.seed}/{self.sample.draw}").random() < 0.05
+        return not full  # then the first observation leaves the policy no room
 
     async def answer(self) -> bool:
         self.turn += 1
@@ -320,7 +321,8 @@ class World:
                     )
                 if self.config.overage == "drop":
                     for sample in (s for g in groups for s in g.samples):
-                        lag = rollouts.version - (sample.oldest_version() or 0)
+                        oldest = sample.oldest_version()
+                        lag = 0 if oldest is None else rollouts.version - oldest
                         assert lag <= self.config.lag_limit, f"{sample.id} lags by {lag}"
                 await asyncio.sleep(self.work.train_time)
                 version = self.step + 1

@@ -143,7 +143,7 @@ def check_record(sample, calls):
     resumed = 0
     for number, trace in enumerate(sample.traces):
         at, ended = 0, False
-        for request, done in [c for c in calls if c[0].id.partition("#")[2].split(".")[1] == str(number)]:
+        for request, done in [c for c in calls if c[0].id.split("#")[1] == str(number)]:
             size = len(request.tokens)
             assert list(request.tokens) == trace.tokens[:size]
             between = set(trace.owners[at:size])

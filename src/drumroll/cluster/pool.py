@@ -40,11 +40,11 @@ class WorkerDied(RuntimeError):
 
 
 class RemoteError(Exception):
-    """The function raised; `kind` is the exception's name."""
+    """The function raised; `kind` is the exception's name, `frames` are those of the user's code in its traceback."""
 
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(kind, text)
-        self.kind, self.text = kind, text
+    def __init__(self, kind: str, text: str, frames: str = "") -> None:
+        super().__init__(kind, text, frames)
+        self.kind, self.text, self.frames = kind, text, frames
 
     @override
     def __str__(self) -> str:
@@ -201,6 +201,7 @@ def _computing(seconds: float | None) -> Iterator[None]:
 
 def serve() -> None:
     """A worker's life: read a call, run it, answer; until the pipe closes. The user's prints go to standard error."""
+    from drumroll.errors import user_frames
     from drumroll.registry import import_path
 
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -225,7 +226,7 @@ def serve() -> None:
                     value = functions[path](**arguments)
             answer = pickle.dumps((True, value))
         except BaseException as error:
-            answer = pickle.dumps((False, (type(error).__name__, str(error))))
+            answer = pickle.dumps((False, (type(error).__name__, str(error), user_frames(error))))
         answers.write(len(answer).to_bytes(HEADER, "little") + answer)
         answers.flush()
 

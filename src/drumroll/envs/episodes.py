@@ -6,6 +6,7 @@ crashes or answers nonsense ends its episode with a typed failure, never the run
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,7 @@ from drumroll.engines import Sampling
 from drumroll.envs import Observation, Step
 from drumroll.envs.host import agent_path, find
 from drumroll.envs.places import Place, Places
+from drumroll.errors import being_cancelled, user_frames
 from drumroll.rewards import Pool
 from drumroll.rollout.lifecycle import SampleFailed
 from drumroll.rollout.scheduler import Episode as Playing
@@ -149,10 +151,12 @@ class Episode:
         boundary = f"environment '{self.scene.use}', {deed}"
         try:
             got = await answer
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and being_cancelled():
+                raise
             kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
             text = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else str(error)
-            raise SampleFailed(Failure(kind, boundary, text)) from None
+            raise SampleFailed(Failure(kind, boundary, text, user_frames(error))) from None
         if self.place.printed and not self._printed:
             self._printed = True
             self.sample.notes.append(Failure("Printed", boundary, f"{self.place.printed.strip()!r:.80} on standard output"))

@@ -8,6 +8,9 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from drumroll.cluster.pool import RemoteError
+from drumroll.errors import user_frames
+
 T = TypeVar("T")
 PATIENCE = 2.0
 """Seconds in which a loop that is not blocked answers."""
@@ -25,7 +28,10 @@ class Loop:
         """What the coroutine returns or raises; it is made in the thread that runs it."""
 
         async def made() -> T:
-            return await make()
+            try:
+                return await make()
+            except SystemExit as error:  # it would end the loop
+                raise RemoteError("SystemExit", str(error), user_frames(error)) from None
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(made(), self._running()))
 

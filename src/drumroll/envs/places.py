@@ -121,6 +121,8 @@ async def in_thread(function: Callable[[], T], seconds: float | None) -> T:
             found, error = function(), None
         except BaseException as caught:
             found, error = None, caught
+            if isinstance(caught, StopIteration):  # which a future does not take
+                error = RuntimeError(f"StopIteration: {caught}").with_traceback(caught.__traceback__)
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(deliver, found, error)
 

@@ -24,7 +24,7 @@ from drumroll.engines import Sampling
 from drumroll.rewards import Scorer
 from drumroll.rollout.evaluation import Evaluator
 from drumroll.sample import Failure, Prompt, Sample, StopReason
-from drumroll.stages import decoder, open_episodes, open_scorer
+from drumroll.stages import decoder, open_episodes, open_scorer, speller
 
 ROWS, GROUPS = 12, 6
 """Rows per domain that are scored, and those of them that the start model answers."""
@@ -93,7 +93,8 @@ async def preflight(config: RLConfig) -> Preflight:
         renderer = Renderer(workers.tokenizer)
         by_domain = _rows(PromptSource(config.data, config.seed, renderer, scorer.required_columns, config.environment))
         episodes = open_episodes(config, workers, seed=config.seed)
-        player = Evaluator(config.eval, [], workers.router, scorer, decoder(workers), config.seed, config.rollout, episodes)
+        decode, spell = decoder(workers), speller(workers)
+        player = Evaluator(config.eval, [], workers.router, scorer, decode, config.seed, config.rollout, episodes, spell)
         rewards, problems, notices = [], [], []
         for domain, prompts in by_domain.items():
             if prompts[0].scene is not None:  # its environment rewards it: `drumroll check ENV` looks at that

@@ -14,7 +14,8 @@ import asyncio
 import inspect
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
 from drumroll.config.sandbox import SandboxConfig
-from drumroll.errors import ConfigError, MissingExtra
+from drumroll.errors import ConfigError, MissingExtra, being_cancelled, user_frames
 from drumroll.registry import Registry
 from drumroll.sample import ENVIRONMENT, Failure, Sample
 from drumroll.sandbox import Sandbox, open_sandbox
@@ -81,6 +82,8 @@ class Processes:
 
 
 REWARDS: Registry[RewardFunction] = Registry("reward")
+TRIALS = 4
+"""Samples on which a reward is tried before it has returned for any."""
 SERVICES = ("judge", "reward_model", "sandbox", "processes")
 GIVEN = ("completion", "prompt", "sample", *SERVICES)
 BUILT_IN = (
@@ -188,6 +191,45 @@ def check_value(name: str, value: Any) -> float | None:
     return float(value)
 
 
+class Trial:
+    """The first calls of a reward. Until one has returned, only a few run; if all of these are late, no others follow."""
+
+    def __init__(self) -> None:
+        self.returned = False
+        self.late = 0
+        self._running = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the reward was late for every sample of the trial."""
+        return not self.returned and self.late >= TRIALS
+
+    async def admit(self) -> bool:
+        """Wait until another call may be made; False if there will be none."""
+        while not self.returned and not self.hopeless and self._running + self.late >= TRIALS:
+            await self._changed.wait()
+        return not self.hopeless
+
+    @contextmanager
+    def watched(self) -> Generator[None]:
+        """Count a call by how it ends; one that is cancelled does not count."""
+        self._running += 1
+        try:
+            yield
+            self.returned = True
+        except TimeoutError:
+            self.late += 1
+            raise
+        except Exception:
+            self.returned = True
+            raise
+        finally:
+            self._running -= 1
+            self._changed.set()
+            self._changed.clear()
+
+
 class Scorer:
     """Scores samples with the rewards of their domain."""
 
@@ -199,10 +241,13 @@ class Scorer:
         judge: Ask | None = None,
         reward_model: Rate | None = None,
         sandbox: SandboxConfig | None = None,
+        notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         for name in BUILT_IN:
             import_module(f"drumroll.rewards.{name}")
         self.timeout = timeout
+        self.notify = notify
+        self._trials: dict[RewardFunction, Trial] = {}
         self.pool = pool or KillablePool(2)
         self._rewards = {domain: [Reward.bind(c) for c in configs] for domain, configs in by_domain.items()}
         for role, there in (("judge", judge), ("reward_model", reward_model)):
@@ -239,8 +284,10 @@ class Scorer:
         total, applicable = sample.rewards.get(ENVIRONMENT, 0.0), played
         for reward in self.rewards(sample.prompt.domain, played=played):
             try:
-                value = await reward(sample, self.pool, self.timeout, self._services)
-            except Exception as error:
+                value = await self._call(reward, sample)
+            except (Exception, SystemExit, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and being_cancelled():
+                    raise
                 sample.failure = self._failure(reward, error)
                 return
             if value is not None:
@@ -252,10 +299,34 @@ class Scorer:
         else:
             sample.failure = Failure("NotApplicable", "rewards", "every reward returned None")
 
-    def _failure(self, reward: Reward, error: Exception) -> Failure:
+    async def _call(self, reward: Reward, sample: Sample) -> float | None:
+        """Call a reward, unless it has never returned; the first call that is late is reported at once."""
+        trial = self._trials.setdefault(reward.function, Trial())
+        if not await trial.admit():
+            raise TimeoutError(
+                f"not called, because it took longer than {self.timeout:g} s for all {trial.late} samples before"
+            )
+        try:
+            with trial.watched():
+                return await reward(sample, self.pool, self.timeout, self._services)
+        except TimeoutError as error:
+            if trial.late == 1 or trial.hopeless:
+                self.notify(self._late(self._failure(reward, error), sample, trial))
+            raise
+
+    def _late(self, failure: Failure, sample: Sample, trial: Trial) -> str:
+        if trial.hopeless:
+            return f"{failure}. So did every sample so far, so it is not called any more."
+        return f"{failure}, for sample {sample.id}" + (
+            "." if trial.returned else "; it has not returned for any sample so far."
+        )
+
+    def _failure(self, reward: Reward, error: BaseException) -> Failure:
         kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
-        text = str(error) or (f"took longer than {self.timeout:g} s" if isinstance(error, TimeoutError) else "")
-        return Failure(kind, f"reward '{reward.name}'", text)
+        late = kind == TimeoutError.__name__ or isinstance(error, TimeoutError)
+        text = str(error) or (f"took longer than {self.timeout:g} s" if late else "")
+        passing = late and self._trials[reward.function].returned
+        return Failure(kind, f"reward '{reward.name}'", text, user_frames(error), passing)
 
     async def close(self) -> None:
         """End the worker processes and the sandbox."""

@@ -19,10 +19,10 @@ from typing import Any
 
 from drumroll.config.roles import JudgeRole
 from drumroll.data.render import Renderer
-from drumroll.engines import EngineLost, Request, Sampling
+from drumroll.engines import EngineLost, Sampling
+from drumroll.engines.continuation import Continuation
 from drumroll.errors import ConfigError, MissingExtra
 from drumroll.rollout.router import Router
-from drumroll.sample import StopReason
 from drumroll.store.answers import Answers
 
 LONGEST_PAUSE = 60.0
@@ -154,18 +154,15 @@ def by_engine(role: JudgeRole, router: Router, tokenizer: Any) -> Transport:
 
     async def ask(question: str) -> Reply:
         """An engine that must rest in the middle is asked for the remainder later."""
-        number, answer, stop = next(numbers), list[int](), StopReason.ABORTED
+        number = next(numbers)
         tokens = renderer.prompt(question)[-role.max_prompt_tokens :]
+        sampling = Sampling(temperature=role.temperature, max_tokens=role.max_tokens)
+        answer = Continuation(f"judge-{number}", tokens, sampling, number, tokenizer.decode, number)
         try:
-            while stop is StopReason.ABORTED and len(answer) < role.max_tokens:
-                sampling = Sampling(temperature=role.temperature, max_tokens=role.max_tokens - len(answer))
-                request = Request(f"judge-{number}", (*tokens, *answer), sampling, number, number)
-                done = await router.generate(request, number, number, role.timeout, lambda: None)
-                answer += done.tokens
-                stop = done.stop
+            done = await answer.run(lambda request: router.generate(request, number, number, role.timeout, lambda: None))
         finally:
             router.forget(number)
-        return Reply(str(tokenizer.decode(answer, skip_special_tokens=True)), len(tokens), len(answer))
+        return Reply(str(tokenizer.decode(done.tokens, skip_special_tokens=True)), len(tokens), len(done.tokens))
 
     return ask
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 
 from drumroll.config.environment import NONE, EnvironmentConfig
@@ -13,7 +13,8 @@ from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.data.rows import read
 from drumroll.data.source import Reader, RequiredColumns
-from drumroll.engines import EngineLost, Request, Sampling
+from drumroll.engines import Completion, EngineLost, Request, Sampling
+from drumroll.engines.continuation import Continuation
 from drumroll.envs.episodes import Episodes
 from drumroll.envs.metrics import measures
 from drumroll.errors import DataError, NoEngines
@@ -69,12 +70,14 @@ class Evaluator:
         seed: int,
         rollout: RolloutConfig,
         episodes: Episodes | None = None,
+        spell: Decode | None = None,
     ) -> None:
         self.config = config
         self.sets = sets
         self.router = router
         self.scorer = scorer
         self.decode = decode
+        self.spell = spell or decode  # with special tokens, in which stop strings are looked for
         self.seed = seed
         self.rollout = rollout
         self.episodes = episodes
@@ -135,19 +138,23 @@ class Evaluator:
             episode.close()
 
     async def _turn(self, sample: Sample, sampling: Sampling, count: int, stream: str) -> None:
-        """What the policy writes at the end of the last trace; an engine lost on the way is one more try on another."""
+        """Let the policy write at the end of the last trace; a turn that loses its engine is continued by another."""
         trace, number = sample.traces[-1], len(sample.traces) - 1
         seed = sample_seed(self.seed, f"{stream}/{number}" if number else stream, sample.draw, sample.index)
         place = sample.draw * count + sample.index
-        name = f"{stream}/{sample.id}#{number}.{len(trace.tokens)}"
-        request = Request(name, tuple(trace.tokens), sampling, seed, place)
-        while True:
-            try:
-                done = await self.router.generate(request, sample.prompt.id, place, math.inf, lambda: None)
-                break
-            except EngineLost:
-                if self.router.hopeless is not None:
-                    raise NoEngines(f"the evaluation cannot go on: {self.router.hopeless}") from None
+        name = f"{stream}/{sample.id}#{number}"
+
+        def send(request: Request) -> Awaitable[Completion]:
+            return self.router.generate(request, sample.prompt.id, place, math.inf, lambda: None)
+
+        def failed(error: Exception, tries: int) -> None:
+            if not isinstance(error, EngineLost):
+                raise error
+            if self.router.hopeless is not None:
+                raise NoEngines(f"the evaluation cannot go on: {self.router.hopeless}") from None
+
+        turn = Continuation(name, tuple(trace.tokens), sampling, seed, self.spell, place)
+        done = await turn.run(send, failed=failed)
         trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)
         sample.stop = done.stop
 

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from drumroll.config.rollout import RolloutConfig
-from drumroll.engines import Request, Sampling
-from drumroll.errors import RolloutError
+from drumroll.engines import Completion, Request, Sampling
+from drumroll.engines.continuation import Continuation
+from drumroll.errors import RolloutError, being_cancelled, user_frames
 from drumroll.rollout.filters import Filter, find_filter
 from drumroll.rollout.lifecycle import DrawEvent, Event, Listener, SampleFailed, Stage, legal
 from drumroll.rollout.places import Places
@@ -40,7 +41,6 @@ from drumroll.sample import (
     Prompt,
     Sample,
     State,
-    StopReason,
     Trace,
     Version,
     sample_seed,
@@ -136,6 +136,7 @@ class Rollouts:
         scorer: Score,
         decode: Decode,
         *,
+        spell: Decode | None = None,
         episodes: OpenEpisode = answered_once,
         greedy: bool = False,
         listeners: Sequence[Listener] = (),
@@ -147,6 +148,7 @@ class Rollouts:
         self.router = router
         self.scorer = scorer
         self.decode = decode
+        self.spell = spell or decode  # with special tokens, in which stop strings are looked for
         self.episodes = episodes
         self.greedy = greedy  # every group has one greedy sample more, for a baseline
         self.listeners = list(listeners)
@@ -189,7 +191,7 @@ class Rollouts:
             await self._changed.wait()
         groups = self._pick()
         self._wanted = {}
-        assert self.config.overage == "mask" or all(_oldest(g) >= self.oldest_trainable() for g in groups), "over-age group"
+        assert self.config.overage == "mask" or not any(_over_age(g, self.oldest_trainable()) for g in groups), "over-age group"
         self._training = groups
         self._lengths.accepted(groups, self._current)
         if self.config.lag_limit == 0:
@@ -346,12 +348,19 @@ class Rollouts:
         self._settled(flight, sample)
 
     async def _guarded(self, flight: _Flight, sample: Sample) -> None:
-        """What is nobody's failure (bad data, a full disk, a bug) ends the step: `take` raises it."""
+        """Errors that belong to no sample (bad data, full disk, bugs) abort the step: `take` raises them."""
         try:
             await self._live(flight, sample)
         except Exception as error:
-            self._broken = self._broken or error
-            self._changed.set()
+            self._break(error)
+        except asyncio.CancelledError:
+            if isinstance(sample.state, State):  # `_abort` gives a sample its fate first
+                self._break(RolloutError(f"the task of sample {sample.id} was cancelled by code that it called."))
+            raise
+
+    def _break(self, error: Exception) -> None:
+        self._broken = self._broken or error
+        self._changed.set()
 
     async def _episode(self, flight: _Flight, sample: Sample) -> None:
         """Turns of environment and generation until one of them ends it; without an environment, one generation."""
@@ -374,36 +383,30 @@ class Rollouts:
 
     async def _generate(self, flight: _Flight, sample: Sample) -> None:
         """One turn. An interrupted one goes on from its tokens; a lost or late one is tried again, within the budget."""
-        written = tries = 0
         trace, number = sample.traces[-1], len(sample.traces) - 1
         manner, key = self._manner(flight.group), (sample.draw, sample.attempt)
-        limit = manner.sampling.max_tokens
         seed = sample_seed(self.seed, f"train/{number}" if number else "train", sample.draw, sample.index)
         place = sample.draw * (self.config.most_samples + self.greedy) + sample.index + self.greedy
         how = replace(manner.sampling, temperature=0.0) if sample.index == GREEDY else manner.sampling
-        while True:
-            sampling = how if not written else replace(how, max_tokens=limit - written)
-            request = Request(f"{sample.id}#{tries}.{number}.{len(trace.tokens)}", tuple(trace.tokens), sampling, seed, place)
-            try:
-                done = await self.router.generate(
-                    request, key, place, self.config.generation_timeout, lambda: self._move(sample, State.GENERATING)
-                )
-            except Exception as error:
-                tries += 1
-                if tries > self.config.retries:
-                    raise _failed(error, "generation", self.config.generation_timeout) from None
-                self._current.retried += 1
-                self._move(sample, State.QUEUED)
-                continue
-            trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)
-            written += len(done.tokens)
-            sample.stop = done.stop
-            if done.stop is not StopReason.ABORTED:
-                return
-            if written >= limit:
-                sample.stop = StopReason.LENGTH
-                return
+        turn = Continuation(f"{sample.id}#{number}", tuple(trace.tokens), how, seed, self.spell, place)
+        limit = self.config.generation_timeout
+
+        def send(request: Request) -> Awaitable[Completion]:
+            return self.router.generate(request, key, place, limit, lambda: self._move(sample, State.GENERATING))
+
+        def failed(error: Exception, tries: int) -> None:
+            if tries > self.config.retries:
+                raise _failed(error, "generation", limit) from None
+            self._current.retried += 1
             self._move(sample, State.QUEUED)
+
+        async def grown(part: Completion) -> None:
+            trace.extend(part.tokens, Owner.POLICY, part.logprobs, part.versions)
+            sample.stop = part.stop
+            if not turn.done:
+                self._move(sample, State.QUEUED)
+
+        await turn.run(send, failed=failed, grown=grown)
 
     async def _act(self, sample: Sample, deed: Callable[[], Awaitable[bool]]) -> bool:
         self._move(sample, State.ACTING)
@@ -411,8 +414,12 @@ class Rollouts:
             return await deed()
         except SampleFailed:
             raise
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and being_cancelled():
+                raise
             raise _failed(error, "environment") from None
+        finally:
+            _end_if_cancelled()
 
     async def _score(self, sample: Sample) -> None:
         """Rewards, tried again only after a deadline: an exception would come again."""
@@ -420,7 +427,8 @@ class Rollouts:
         for tries in range(self.config.retries + 1):
             sample.failure = None
             await self.scorer.score(sample)
-            if sample.failure is None or sample.failure.kind != TimeoutError.__name__ or tries == self.config.retries:
+            _end_if_cancelled()
+            if sample.failure is None or not sample.failure.passing or tries == self.config.retries:
                 break
             self._current.retried += 1
             self._move(sample, State.SCORING)
@@ -548,10 +556,10 @@ class Rollouts:
         for flight in [f for f in self._flights.values() if f.version < oldest]:
             self._abort(flight, Fate.STALE, reason)
         for draw, (group, verdict) in self._complete.items():
-            if verdict is None and _oldest(group) < oldest:
+            if verdict is None and _over_age(group, oldest):
                 self._complete[draw] = (group, (Fate.STALE, reason))
                 self._places.give_back(draw)
-        for group in [g for g in self._all_ready() if _oldest(g) < oldest]:
+        for group in [g for g in self._all_ready() if _over_age(g, oldest)]:
             self._ready[group.prompt.stream].remove(group)
             self._current.dropped[(group.prompt.domain, Fate.STALE.value, reason)] += 1
             self._end(group, Fate.STALE, reason)
@@ -566,9 +574,10 @@ class Rollouts:
         others = sum(n for (_, fate, _), n in self._current.dropped.items() if fate != Fate.FAILED)
         if failed >= count and not others and not any(self._ready.values()) and self._current.failed:
             first = self._current.failed[0]
+            assert first.failure is not None
             raise RolloutError(
                 f"all {len(self._current.failed)} samples of the step failed, so there is nothing to train on. "
-                f"The first, {first.id} of domain '{first.prompt.domain}': {first.failure}"
+                f"The first, {first.id} of domain '{first.prompt.domain}': {first.failure.told()}"
             )
         if not self._flights and self._step_draws >= self.config.draw_limit:
             reasons = "; ".join(
@@ -603,10 +612,15 @@ _Verdict = tuple[Fate, str] | None
 
 def _failed(error: BaseException, boundary: str, seconds: float = 0.0) -> SampleFailed:
     text = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) and seconds else str(error)
-    return SampleFailed(Failure(type(error).__name__, boundary, text))
+    return SampleFailed(Failure(type(error).__name__, boundary, text, user_frames(error)))
 
 
-def _oldest(group: Group) -> Version:
-    """The oldest weights that wrote a token of the group."""
-    versions = [v for v in (s.oldest_version() for s in group.samples) if v is not None]
-    return min(versions, default=0)
+def _end_if_cancelled() -> None:
+    """End a task that was cancelled while it ran code of the user, whatever that code made of it."""
+    if being_cancelled():
+        raise asyncio.CancelledError
+
+
+def _over_age(group: Group, oldest: Version) -> bool:
+    """Whether older weights than `oldest` wrote a token of the group; one without tokens of the policy never is."""
+    return any(version is not None and version < oldest for version in (s.oldest_version() for s in group.samples))

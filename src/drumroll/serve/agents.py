@@ -15,13 +15,14 @@ from typing import Any
 
 from typing_extensions import override
 
+from drumroll.cluster.pool import RemoteError
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Sampling
 from drumroll.envs.host import agent_path
 from drumroll.envs.loops import Loop
 from drumroll.envs.places import in_thread
-from drumroll.errors import ConfigError, MissingExtra
+from drumroll.errors import ConfigError, MissingExtra, being_cancelled, user_frames
 from drumroll.registry import import_path
 from drumroll.rewards import Meter, check_value
 from drumroll.rollout.lifecycle import SampleFailed
@@ -160,10 +161,13 @@ class AgentEpisode:
         except TimeoutError:
             await self.agents.loop.check()
             raise self._failed("TimeoutError", f"took longer than {seconds:g} s between two calls") from None
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and being_cancelled():
+                raise
             if (stop := LIMITS.get(str(getattr(error, "code", None)))) is not None:
                 return 0.0, stop
-            raise self._failed(type(error).__name__, str(error)) from None
+            kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
+            raise self._failed(kind, str(error), user_frames(error)) from None
         finally:
             self.agents.callers.pop(handle, None)
             if caller is not None:
@@ -177,7 +181,7 @@ class AgentEpisode:
         place = sample.draw * (agents.rollout.most_samples + 1) + sample.index + 1
         line = Line(
             meter.unbilled(agents.router.generate),
-            agents.served.decode,
+            agents.served.spell,
             (sample.draw, sample.attempt),
             place,
             agents.rollout.generation_timeout,
@@ -222,5 +226,5 @@ class AgentEpisode:
             raise self._failed("TypeError", f"asks for '{needed[0]}'; there is {', '.join(sorted({*offered, 'client'}))}")
         return {p.name: offered[p.name] for p in parameters if p.name in offered}
 
-    def _failed(self, kind: str, text: str) -> SampleFailed:
-        return SampleFailed(Failure(kind, f"agent '{self.name}'", text))
+    def _failed(self, kind: str, text: str, frames: str = "") -> SampleFailed:
+        return SampleFailed(Failure(kind, f"agent '{self.name}'", text, frames))

@@ -33,6 +33,10 @@ class Served:
     recorded: Callable[[Caller, Call, list[Message]], None] = lambda caller, call, messages: None
     told: set[str] = field(default_factory=set)
 
+    def spell(self, tokens: list[int]) -> str:
+        """Tokens to text with special tokens, in which stop strings are looked for."""
+        return self.renderer.tokenizer.decode(tokens)
+
     def ignores(self, name: str, value: Any, own: Any) -> None:
         """A parameter that a run does not take from its agents is told of once."""
         if name not in self.told:

@@ -81,7 +81,7 @@ class Callers:
 
     def _open(self, name: str) -> Caller:
         self._count += 1
-        line = Line(self.router.generate, self.served.decode, name, self._count, LONGEST_CALL)
+        line = Line(self.router.generate, self.served.spell, name, self._count, LONGEST_CALL)
         return Caller(name, self.served, line, Sampling(max_tokens=self.served.context), _seed, fixed=False)
 
 
