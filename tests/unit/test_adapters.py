@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 import tomllib
 from pathlib import Path
 
@@ -105,6 +106,25 @@ def test_gymnasium_passes_the_check():
     assert "a whole number from 0 to 1" in make("gymnasium:CartPole-v1").reset(0)
     assert "go on differently" in passes("gymnasium:FrozenLake-v1")["seeds matter"]
     passes("gymnasium:Blackjack-v1")
+
+
+REGISTERS = """
+import gymnasium
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+gymnasium.register("PondNamed-v0", entry_point="gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv")
+gymnasium.register("ponds/PondGiven-v0", entry_point=FrozenLakeEnv)
+"""
+
+
+@pytest.mark.parametrize("name", ["PondNamed-v0", "ponds/PondGiven-v0"])
+def test_gymnasium_imports_the_module_that_registers(name, tmp_path, monkeypatch):
+    (tmp_path / "my_ponds.py").write_text(REGISTERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "[S]FFF" in play(f"gymnasium:my_ponds:{name}")[0]
+    with pytest.raises(ConfigError, match=r"gymnasium:my_ponds:Pond-v7: "):
+        make("gymnasium:my_ponds:Pond-v7")
+    with pytest.raises(ConfigError, match=r"No module named 'no_ponds'"):
+        make(f"gymnasium:no_ponds:{name}")
 
 
 def test_every_space_is_read_as_it_is_written():
@@ -232,3 +252,81 @@ def test_textarena_errors():
         play("textarena:TicTacToe-v0", seat=2)
     with pytest.raises(ConfigError, match="cannot begin: The number of players has to be 2"):
         play("textarena:TicTacToe-v0", players=3)
+
+
+# --- GEM ---
+
+
+class GemGame:
+    """GEM's interface: an environment that pays as it is told, and ends with the last payment."""
+
+    def __init__(self, pays=(), truncated=False):
+        self.pays, self.truncated = list(pays), truncated
+
+    def reset(self, seed=None):
+        return "Begin.", {"suffix": "Your move."}
+
+    def step(self, action):
+        reward, over = self.pays.pop(0), not self.pays
+        return "Next.", reward, over, over and self.truncated, {"suffix": "Your move."}
+
+    def sample_random_action(self):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def gem(monkeypatch):
+    """The adapter over a library of GEM's layout: what is registered as what, and the rewards' names."""
+    from importlib import import_module
+    from types import ModuleType, SimpleNamespace
+
+    entries = {"game:Toy": "gem.envs.game_env.toy:Toy", "math:GSM8K": "gem.envs.math_env:MathEnv"}
+    entries |= {"code:Taco8k": "gem.envs.code_env:CodeEnv", "eval:MATH500": "gem.envs.math_env:MathEnv"}
+    entries |= {f"rg:{task}": "gem.envs.reasoning_gym:ReasoningGymEnv" for task in ("n_queens", "chain_sum")}
+    library: dict[str, dict] = {
+        "gem": {"Env": GemGame, "make": lambda name, **settings: GemGame(**settings)},
+        "gem.envs": {},
+        "gem.envs.registration": {"ENV_REGISTRY": {n: SimpleNamespace(entry_point=e) for n, e in entries.items()}},
+        "gem.utils": {},
+        "gem.utils.constants": {
+            "TERMINAL_STATE": "<end>",
+            "LanguageGameReward": SimpleNamespace(success_reward=1.0, format_error_reward=-0.1),
+        },
+    }
+    for name, members in library.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "drumroll.envs.adapters.gem", raising=False)
+    yield import_module("drumroll.envs.adapters.gem").Gem
+    sys.modules.pop("drumroll.envs.adapters.gem", None)
+
+
+@pytest.mark.parametrize(
+    ("pays", "success"),
+    [
+        ([0.25, 0.5, 0.25], True),  # Minesweeper: each turn its share of the board
+        ([1 / 6] * 6, True),  # Hangman: 0.9999999999999999
+        ([0.0, 0.0, 1.0], True),
+        ([-0.05, 1.0], True),  # a turn that cost something, then the goal
+        ([0.25, 0.5, 0.0], False),
+        ([0.9, -0.1], False),
+        ([0.0], False),
+    ],
+)
+def test_gem_success_is_the_episodes(gem, pays, success):
+    game = gem("game:Toy", pays=pays)
+    for _ in range(2):  # the second episode begins at 0
+        assert game.reset(0) == "Begin.\nYour move."
+        *early, last = [game.step("move") for _ in pays]
+        assert (last.terminated, last.info["success"]) == (True, success)
+        assert sum(step.reward for step in (*early, last)) == pytest.approx(sum(pays))
+        assert not any("success" in step.info for step in early)
+
+
+@pytest.mark.parametrize("name", ["math:GSM8K", "eval:MATH500", "code:Taco8k", "rg:n_queens"])
+def test_gem_refuses_what_executes_the_answer(gem, name):
+    with pytest.raises(ConfigError, match=rf"gem:{name} is refused: .* Set environment.args.unsafe: true to allow it"):
+        gem(name)
+    gem(name, unsafe=True)
+    gem("rg:chain_sum")

@@ -111,3 +111,105 @@ def test_without_the_package_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     with pytest.raises(MissingExtra, match=r"reasoning_gym:chain_sum needs .*drumroll\[reasoning-gym\]"):
         rows_of("chain_sum")
+
+
+# --- scorers that evaluate what a model wrote ---
+
+PAYLOADS = (
+    "__import__('pathlib').Path({path!r}).write_text('x')",
+    "[open({path!r}, 'w').close()]",
+    "[c for c in [open({path!r}, 'w')]]",
+    "exec({code!r})",
+    "x + exec({code!r})",
+    "exp(exec({code!r}))",
+    "{code!r}",  # a string: sympy evaluates those that it meets in a formula
+    "sin({code!r})",
+    "(lambda: open({path!r}, 'w'))()",
+    "x.__class__.__base__.__subclasses__()",
+    "f'{{open({path!r}, chr(119))}}'",
+    "ｏpen({path!r}, 'w')",
+)
+SECRETS = ("problem", "integrand")
+"""Columns of a row's metadata that scorers evaluate."""
+
+
+@pytest.mark.parametrize("task", sorted(set(DATASETS) - set(DENIED)))
+def test_no_answer_and_no_row_is_run_as_code(task, tmp_path):
+    """Scorers of the library evaluate answers; one that writes a file must not write it."""
+    made = tmp_path / "made"
+    code = f"open({str(made)!r}, 'w').close()"
+    for row in rows_of(task, 1):
+        for payload in PAYLOADS:
+            text = payload.format(path=str(made), code=code)
+            evil = {name: text if name in SECRETS else value for name, value in row["metadata"].items()}
+            score(row, f"<answer>{text}</answer>", partial=True)
+            score(row | {"answer": text}, f"<answer>{row['answer']}</answer>", partial=True)
+            score(row | {"metadata": evil}, f"<answer>{row['answer']}</answer>", partial=True)
+            assert not made.exists(), text
+
+
+def test_no_turn_in_its_environment_is_run_as_code(tmp_path):
+    from drumroll.envs.builtin import make
+
+    made = tmp_path / "made"
+    game = make("reasoning_gym:countdown")
+    game.reset(0)
+    step = game.step(f"<answer>open({str(made)!r}, 'w')</answer>")
+    assert step.reward == 0.0
+    assert not made.exists()
+
+
+def test_every_scorer_that_evaluates_is_known():
+    """A new version of the library may evaluate answers in further tasks."""
+    import inspect
+    import re
+
+    from drumroll.rewards.reasoning import EVALUATED
+
+    evaluates = re.compile(r"\b(?:eval|exec|parse_expr|sympify|literal_eval|lambdify|__import__)\(")
+    making = {
+        "basic_arithmetic",
+        "codeio",
+        "gsm_symbolic",
+        "propositional_logic",
+    }  # questions, not answers; a parser of its own
+    found = {task for task, (kind, _) in DATASETS.items() if evaluates.search(inspect.getsource(inspect.getmodule(kind)))}
+    assert found - making == EVALUATED.keys()
+
+
+def test_what_a_scorer_may_evaluate():
+    from drumroll.rewards.reasoning import data, formula
+
+    for text in ("3*(4 + 5)-7/2", "x**3/3 + C", "-exp(-x)*sin(2*x) + sqrt(x + 1)", "0x1f & ~0x3 << 2", "1.5e3*x"):
+        assert formula(text), text
+    for text in (
+        "'a'",
+        "x.y",
+        "x[0]",
+        "open(x)",
+        "f(x)(y)",
+        "sin(x=1)",
+        "lambda: 1",
+        "[1]",
+        "(x := 1)",
+        "x if y else z",
+        "__a",
+        "",
+        "1;2",
+    ):
+        assert not formula(text), text
+    for text in ("[1, 2]", "[['Q', '_']]", " (1, -2)", "ABC", "_ Q\nQ _", "[" * 5000, "\0"):
+        assert data(text), text
+    for text in ("[open()]", "list()", "'a' * 3", "x.y", "x[0]", "[x for x in y]", "f'{x}'", "(lambda: 1)"):
+        assert not data(text), text
+
+
+def test_other_solutions_than_the_rows_own_still_count():
+    """The check of texts takes nothing from what the library accepts."""
+    row = next(r for r in rows_of("n_queens", 50) if len(r["metadata"]["valid_answers"]) > 1)
+    for answer in row["metadata"]["valid_answers"]:
+        assert score(row, f"<answer>{answer}</answer>") == 1.0
+        board = repr([line.split() for line in answer.splitlines()])
+        assert score(row, f"<answer>{board}</answer>", partial=True) == 0.5
+    row = {"answer": "x**2/2 + C", "task": "simple_integration", "prompt": "", "metadata": {"integrand": "x", "variable": "x"}}
+    assert score(row, "<answer>(x**2 + sin(x)**2 + cos(x)**2)/2</answer>") == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +35,11 @@ class Gymnasium:
     ) -> None:
         self.name, self.rules, self.given, self.settings = name, rules, actions, settings
         try:
-            creator = load_env_creator(str(gymnasium.spec(name).entry_point))
+            module, _, known = name.rpartition(":")
+            if module:  # registers its environments, as gymnasium.make has it
+                importlib.import_module(module)
+            entry = gymnasium.spec(known).entry_point
+            creator = entry if callable(entry) else load_env_creator(str(entry))
         except (gymnasium.error.Error, ImportError) as error:
             raise ConfigError(f"environment gymnasium:{name}: {error}") from None
         textual = "ansi" in getattr(creator, "metadata", {}).get("render_modes", ())
