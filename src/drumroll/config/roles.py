@@ -89,8 +89,8 @@ class ReferenceRole(Section):
     """A range, a count, or a role to share with. Default: the actor's."""
     device: Device = "auto"
     """As for the actor."""
-    dtype: Dtype = "float32"
-    """Type of its weights."""
+    dtype: Dtype | None = None
+    """Type of its weights. Default: the actor's, so that the KL of a policy to itself is 0."""
 
 
 class PriceConfig(Section):
