@@ -46,6 +46,10 @@ class AlgorithmError(DrumrollError):
     """An estimator or loss that gave something that is not a number."""
 
 
+class PeerFailed(DrumrollError):
+    """A rank whose peers did not meet it in a collective; the cause is usually another rank's own error."""
+
+
 class StoreError(DrumrollError):
     """A run directory that cannot be written, read or resumed."""
 

@@ -17,12 +17,12 @@ from drumroll.batch import pack
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.config.optim import OptimConfig
 from drumroll.config.roles import LoraConfig
-from drumroll.errors import ModelError
+from drumroll.errors import Interrupted, ModelError
 from drumroll.learners import Update
 from drumroll.learners.critic import TorchCritic
 from drumroll.learners.ranks import Ranks
 from drumroll.learners.torch import TorchLearner
-from drumroll.learners.totals import merge
+from drumroll.learners.totals import Totals, merge
 from drumroll.models.adapters import add_adapters
 from drumroll.models.loading import load
 from drumroll.models.value import value_model
@@ -190,6 +190,78 @@ def test_bfloat16_keeps_float32_masters():
     for _ in range(8):
         learner.update(Update(batch(), SFTLoss(), Shares("token_mean")))
     assert not torch.equal(ones, learner.working[name])
+
+
+def bfloat16_learner(micro_tokens):
+    config = OptimConfig(grad_clip=0, micro_tokens=micro_tokens)
+    return TorchLearner(load("tiny-random", dtype="bfloat16", seed=1), config, total_steps=1)
+
+
+def test_bfloat16_gradients_add_up_in_float32():
+    """Many micro-batches give the float64 sum of their gradients, so each is rounded to bfloat16 once and their sum never."""
+    work, learner = Update(batch(), SFTLoss(), Shares("token_mean")), bfloat16_learner(17)
+    made = work.batch.with_(weights=work.aggregate(work.batch))
+    alone = []
+    for traces in made.micro_batches(17):
+        learner._backward(made.select(traces), work, Totals("train"))
+        assert all(p.grad is None for p in learner.working)
+        alone.append(torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in learner.master]))
+        learner.optimizer.zero_grad()
+    assert len(alone) > 8
+    added = gradient_of(bfloat16_learner(17), work)
+    assert added.dtype is torch.float32
+    assert relative(added.double(), torch.stack(alone).double().sum(0)) < 1e-6
+    whole = gradient_of(bfloat16_learner(10_000), work)
+    exact = bfloat16_learner(10_000).model
+    for parameter in exact.module.parameters():
+        parameter.data = parameter.data.float()
+    truth = gradient_of(TorchLearner(exact, OptimConfig(grad_clip=0), total_steps=1), work)
+    assert relative(added, truth) < 1.1 * relative(whole, truth)  # no worse than one pass
+
+
+def test_a_failed_update_leaves_no_gradient_behind(monkeypatch):
+    learner, work = bfloat16_learner(17), Update(batch(), SFTLoss(), Shares("token_mean"))
+    clean = gradient_of(bfloat16_learner(17), work)
+    for boundary in ("_share", "_clip"):
+        with monkeypatch.context() as patch:
+            patch.setattr(learner, boundary, lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                learner.update(work)
+    calls, check = [], learner._check_stop
+    monkeypatch.setattr(
+        learner, "_check_stop", lambda: calls.append(1) or (learner.interrupt() if len(calls) == 3 else check())
+    )
+    with pytest.raises(Interrupted):
+        learner.update(work)
+    learner._stop.clear()
+    assert torch.equal(gradient_of(learner, work), clean)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weight_decay_spares_norms_and_biases(tmp_path, dtype):
+    """With no gradient a step of AdamW is the decay alone; the moments of all parameters survive a checkpoint."""
+
+    def learner(decay):
+        model = load("tiny-random", dtype=dtype, seed=1)
+        layer = model.module.model.layers[0]
+        layer.mlp.experts_bias = torch.nn.Parameter(torch.ones(2, 3, dtype=model.module.dtype))  # of experts, one row each
+        layer.mlp.down_proj.bias = torch.nn.Parameter(torch.ones(160, dtype=model.module.dtype))
+        return TorchLearner(model, OptimConfig(lr=0.1, weight_decay=decay, grad_clip=0), total_steps=1)
+
+    made, decayed = batch(), learner(0.5)
+    before = [p.detach().clone() for p in decayed.master]
+    decayed.update(Update(made, SFTLoss(), lambda b: torch.zeros(len(b.tokens))))
+    for name, old, new in zip(decayed.names, before, decayed.master, strict=True):
+        spared = "norm" in name or name.endswith("bias")
+        assert torch.allclose(new, old if spared else old * 0.95), name
+    work = Update(made, SFTLoss(), Shares("token_mean"))
+    decayed.update(work)
+    decayed.save(tmp_path)
+    twin = learner(0.5)
+    twin.load(tmp_path)
+    for one in (decayed, twin):
+        one.update(Update(made, SFTLoss(), Shares("sequence_mean")))
+    assert all(torch.equal(a, b) for a, b in zip(decayed.master, twin.master, strict=True))
 
 
 def data_parallel(rank, count, port, dtype):

@@ -15,13 +15,15 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from drumroll.cluster.devices import Place
 from drumroll.cluster.host import WorkerLost
-from drumroll.errors import Interrupted
+from drumroll.errors import Interrupted, PeerFailed
 from drumroll.models.cores import Turns
 
 W = TypeVar("W")
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+GRACE = 30.0
+"""Seconds that the other workers of a call have to end after one has failed."""
 
 
 class Role(StrEnum):
@@ -107,12 +109,29 @@ class MortalGroup(WorkerGroup[W]):
 
 
 async def _together(*calls: Coroutine[Any, Any, R]) -> list[R]:
-    """All results; of several failures the one that tells most: a lost worker, then what is not just its consequence."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    failures = [r for r in results if isinstance(r, BaseException)]
+    """All results; of several failures the most telling one: a lost worker, then causes before their consequences.
+
+    After a failure the other calls get `GRACE` seconds to end, and none after a lost worker.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if pending and not any(isinstance(task.exception(), WorkerLost) for task in done):
+            await asyncio.wait(pending, timeout=GRACE, return_when=asyncio.ALL_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    failures = [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception())]
     if failures:
-        raise min(failures, key=lambda f: 0 if isinstance(f, WorkerLost) else 2 if isinstance(f, Interrupted) else 1)
-    return [r for r in results if not isinstance(r, BaseException)]
+        raise min(failures, key=_consequence)
+    return [task.result() for task in tasks]
+
+
+def _consequence(failure: BaseException) -> int:
+    """How far a failure is from its cause."""
+    if isinstance(failure, WorkerLost):
+        return 0
+    return 3 if isinstance(failure, Interrupted) else 2 if isinstance(failure, PeerFailed) else 1
 
 
 class LocalGroup(WorkerGroup[W]):

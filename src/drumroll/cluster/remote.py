@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from drumroll.cluster.bus import BusError, Packing
 from drumroll.cluster.bus.choice import End, choose
 from drumroll.cluster.devices import Kind, Layout, Place, lay_out
 from drumroll.cluster.fleet import Fleet
-from drumroll.cluster.group import Role
+from drumroll.cluster.group import GRACE, Role
 from drumroll.cluster.host import WorkerLost
 from drumroll.cluster.layout import joins, pool_of, requests, threads_of
 from drumroll.cluster.ray import RayGroup, RayRuntime, pool_of_cluster
@@ -236,7 +236,8 @@ class RemoteWorkers(Workers):
             except (asyncio.CancelledError, WorkerLost):  # the run ends: nobody waits for workers that may never answer
                 raise
             except BaseException:
-                await self._give_back()
+                with suppress(TimeoutError):  # other ranks may still wait for the one that failed
+                    await asyncio.wait_for(self._give_back(), GRACE)
                 raise
             await self._give_back()
 

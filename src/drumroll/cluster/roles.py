@@ -22,9 +22,8 @@ from drumroll.rewards.model import Classifier
 def _model(config: AnyConfig, role: Literal["actor", "reference", "teacher", "critic"]) -> LoadedModel:
     section = getattr(config.roles, role)
     recompute = getattr(section, "recompute_activations", False)
-    return load(
-        config.role_model(role), dtype=section.dtype, device=section.device, seed=config.seed, recompute_activations=recompute
-    )
+    dtype = section.dtype or config.roles.actor.dtype
+    return load(config.role_model(role), dtype=dtype, device=section.device, seed=config.seed, recompute_activations=recompute)
 
 
 def actor_model(config: AnyConfig) -> LoadedModel:

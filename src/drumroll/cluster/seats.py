@@ -49,7 +49,7 @@ def make_seat(
         return roles.make_reward_model(config)
     ranks = Ranks(rank, count)
     if meeting is not None and make not in ("make_reference", "make_teacher"):
-        ranks = Ranks.meet(rank, count, *meeting, device=where, seconds=config.cluster.call_timeout)
+        ranks = Ranks.meet(rank, count, *meeting, device=where, seconds=config.cluster.collective_timeout)
     return LearnerSeat(getattr(roles, make)(config, ranks))
 
 

@@ -26,6 +26,8 @@ class ClusterConfig(Section):
     """Seconds to wait for the cluster to give the run its devices."""
     call_timeout: float = Field(3600.0, gt=0)
     """Seconds that one call to a worker may take."""
+    collective_timeout: float = Field(600.0, gt=0)
+    """Seconds that ranks of a role wait for each other in an update: more than the slowest rank needs longer than the quickest for a minibatch."""
     replace_engines: bool = True
     """Start a new engine in place of one that is lost."""
     bus: Literal["auto", "shared", "broadcast"] = "auto"

@@ -23,7 +23,7 @@ class OptimConfig(Section):
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's moment decay rates."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay; norms and biases are spared."""
     grad_clip: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 switches clipping off."""
     minibatch: int | None = Field(None, ge=1)
@@ -31,4 +31,4 @@ class OptimConfig(Section):
     epochs: int = Field(1, ge=1)
     """Passes over each batch."""
     micro_tokens: int = Field(16384, ge=1)
-    """Most tokens in one forward pass; bounds memory, does not change the result."""
+    """Most tokens in one forward pass; bounds memory, does not change the result. Gradients of several passes add up in float32."""

@@ -37,7 +37,7 @@ class ActorRole(Section):
     device: Device = "auto"
     """Local runtime: `auto` (CUDA if there is one, else CPU), `cpu`, `cuda` or `cuda:N`."""
     dtype: Dtype = "float32"
-    """Type of the working weights. With bfloat16 the optimizer keeps float32 master weights beside them."""
+    """Type of the working weights. With bfloat16 the optimizer keeps float32 master weights and gradients beside them: 18 bytes a parameter during an update."""
     lora: LoraConfig | None = None
     """Train adapters only. Default: all weights."""
     recompute_activations: bool = False
@@ -89,8 +89,8 @@ class ReferenceRole(Section):
     """A range, a count, or a role to share with. Default: the actor's."""
     device: Device = "auto"
     """As for the actor."""
-    dtype: Dtype = "float32"
-    """Type of its weights."""
+    dtype: Dtype | None = None
+    """Type of its weights. Default: the actor's, so that the KL of a policy to itself is 0."""
 
 
 class PriceConfig(Section):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _abort_process_group
+
+from drumroll.errors import PeerFailed
 
 BUCKET = 2**24
 """Elements summed in one collective: large enough for speed, small enough to need little memory."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ranks:
     """This rank among its peers; `group` is a process group of theirs alone."""
 
@@ -40,22 +44,48 @@ class Ranks:
         if self.count == 1:
             return
         bucket: list[Tensor] = []
-        for i, tensor in enumerate(tensors):
-            bucket.append(tensor)
-            if sum(t.numel() for t in bucket) >= BUCKET or i == len(tensors) - 1:
-                flat = torch.cat([t.flatten() for t in bucket])
-                dist.all_reduce(flat, group=self.group)
-                for own, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                    own.copy_(part.view_as(own))
-                bucket = []
+        with self.failing_together():
+            for i, tensor in enumerate(tensors):
+                bucket.append(tensor)
+                if sum(t.numel() for t in bucket) >= BUCKET or i == len(tensors) - 1:
+                    flat = torch.cat([t.flatten() for t in bucket])
+                    self._reduce(flat, dist.ReduceOp.SUM)
+                    for own, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                        own.copy_(part.view_as(own))
+                    bucket = []
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""
         if self.count == 1:
             return flag
-        told = torch.tensor([int(flag)], device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(told.item())
+        with self.failing_together():
+            if self.group is None:
+                raise PeerFailed(f"Rank {self.rank} of {self.count} has left its peers after a failure; start the run again.")
+            told = torch.tensor([int(flag)], device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+            self._reduce(told, dist.ReduceOp.MAX)
+            return bool(told.item())
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """If the block fails here, leave the group, so that peers waiting in a collective fail at once."""
+        try:
+            yield
+        except BaseException:
+            group, self.group = self.group, None
+            if group is not None:
+                with suppress(Exception):
+                    _abort_process_group(group)
+            raise
+
+    def _reduce(self, tensor: Tensor, op: Any) -> None:
+        try:
+            dist.all_reduce(tensor, op=op, group=self.group)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise PeerFailed(
+                f"Rank {self.rank} of {self.count} lost its peers in an update: one of them failed, which its own error explains, or "
+                f"did not come within cluster.collective_timeout ({reason})."
+            ) from error
 
 
 ALONE = Ranks()

@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +23,7 @@ from torch import Tensor
 from drumroll.algorithms.losses import Tokens, ValueLoss
 from drumroll.batch import Batch
 from drumroll.config.optim import OptimConfig
-from drumroll.errors import AlgorithmError, Interrupted, StoreError
+from drumroll.errors import AlgorithmError, Interrupted, PeerFailed, StoreError
 from drumroll.learners import Metrics, Update
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.totals import Totals
@@ -35,7 +38,7 @@ MOMENTS = "optimizer.safetensors"
 
 
 class TorchLearner:
-    """Implements `Learner`. Working weights may be bfloat16; the optimizer always works in float32.
+    """Implements `Learner`. Working weights may be bfloat16; gradients add up in float32, and the optimizer works in it.
 
     Without `config` it is frozen: it has no optimizer and only computes log-probs. Dropout stays off in updates too:
     the log-probs trained on must be those of the policy that sampled.
@@ -58,9 +61,18 @@ class TorchLearner:
             return
         self.names, self.working = zip(*((n, p) for n, p in model.module.named_parameters() if p.requires_grad), strict=True)
         self.master = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in self.working]
-        self.optimizer = torch.optim.AdamW(
-            self.master, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-        )
+        for master, working in zip(self.master, self.working, strict=True):
+            if master is not working:
+                working.register_post_accumulate_grad_hook(partial(_accumulate, master))
+        self.optimizer = torch.optim.AdamW(self._groups(), lr=config.lr, betas=config.betas, fused=True)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups: weight decay spares norms and biases."""
+        spared = [p.dim() < 2 or name.endswith("bias") for name, p in zip(self.names, self.master, strict=True)]
+        return [
+            {"params": [p for p, spare in zip(self.master, spared, strict=True) if spare is kind], "weight_decay": decay}
+            for kind, decay in ((False, self.config.weight_decay), (True, 0.0))
+        ]
 
     # --- passes ---
 
@@ -103,10 +115,11 @@ class TorchLearner:
 
     def update(self, work: Update) -> Metrics:
         totals = Totals(self.area)
-        for _ in range(0 if work.idle else self.config.epochs):
-            for mini in self._minibatches(work.batch):
-                self._minibatch(mini, work, totals)
-                self._partial = True
+        with self._agreed():
+            minibatches = [] if work.idle else self._minibatches(work.batch)
+        for mini in minibatches * self.config.epochs:
+            self._minibatch(mini, work, totals)
+            self._partial = True
         self.step += 1
         self._partial = False
         return {} if work.idle else totals.metrics()
@@ -129,24 +142,52 @@ class TorchLearner:
         return [batch.select(traces) for traces in chunks if traces]
 
     def _minibatch(self, mini: Batch, work: Update, totals: Totals) -> None:
-        """One optimizer step. Shares are those of the whole minibatch, so that the gradients of ranks simply add up."""
+        """Take one optimizer step with all ranks, or with none. Gradients of ranks add up, as each has its share of the loss."""
+        with self._agreed():
+            self._gradients(mini, work, totals)
+        self.ranks.add([master.grad for master in self.master if master.grad is not None])
+        with self._agreed():
+            norm = self._clip()
+        with self.ranks.failing_together():
+            self.optimizer.step()
+            self._drop_gradients()
+            self._refresh_working()
+        totals.steps.append((norm, self.learning_rate()))
+
+    @contextmanager
+    def _agreed(self) -> Generator[None]:
+        """Run a block of local work on every rank; if it fails on one, all drop their gradients and raise."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+        try:
+            stopped = self.ranks.any(failure is not None)
+        except PeerFailed as lost:
+            raise failure or lost from lost
+        if stopped:
+            self._drop_gradients()
+            raise failure or Interrupted("another rank stopped in this update")
+
+    def _gradients(self, mini: Batch, work: Update, totals: Totals) -> None:
+        """Compute the gradients of this rank's share of a minibatch. Shares of the loss are those of the whole minibatch."""
         mini = self._share(mini.with_(weights=work.aggregate(mini)))
         self._recomputing(True)
-        failure: BaseException | None = None
         try:
             needed = _needed(mini) if getattr(work.loss, "skips_zero_advantage", False) else mini
             for traces in needed.micro_batches(self.config.micro_tokens):
                 self._check_stop()
                 self._backward(needed.select(traces), work, totals)
             self._check_stop()
-        except BaseException as error:
-            failure = error
         finally:
             self._recomputing(False)
-        if self.ranks.any(failure is not None):  # all ranks step, or none
-            self.model.module.zero_grad(set_to_none=True)
-            raise failure or Interrupted("another rank stopped in this update")
-        self._optimizer_step(totals)
+        for master in self.master:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _recomputing(self, on: bool) -> None:
         """Layers that recompute activations do so in training mode only; all others, dropout among them, never leave eval."""
@@ -201,26 +242,16 @@ class TorchLearner:
             f"(domain '{micro.domains[sample]}') at step {self.step + 1}."
         )
 
-    def _optimizer_step(self, totals: Totals) -> None:
-        for master, working in zip(self.master, self.working, strict=True):
-            if working.grad is None:
-                working.grad = torch.zeros_like(working)
-            if master is not working:
-                master.grad = working.grad.float()
-                working.grad = None
-        self.ranks.add([master.grad for master in self.master if master.grad is not None])
+    def _clip(self) -> float:
+        """Clip the gradient and set the learning rate; returns the norm before."""
         norm = torch.nn.utils.clip_grad_norm_(self.master, self.config.grad_clip or math.inf)
         if not torch.isfinite(norm):
             raise AlgorithmError(
                 f"the gradient at step {self.step + 1} has norm {norm.item()} though the loss is finite; the weights were left as they are."
             )
-        lr = self.learning_rate()
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._refresh_working()
-        totals.steps.append((float(norm), lr))
+            group["lr"] = self.learning_rate()
+        return float(norm)
 
     def _refresh_working(self) -> None:
         with torch.no_grad():
@@ -265,7 +296,9 @@ class TorchLearner:
             for name, parameter in zip(self.names, self.master, strict=True):
                 parameter.copy_(master[name])
         state: dict[int, dict[str, Tensor]] = {}
-        for index, name in enumerate(self.names):
+        name_of = {parameter: name for name, parameter in zip(self.names, self.master, strict=True)}
+        ordered = [name_of[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+        for index, name in enumerate(ordered):
             keys = {k.rpartition("/")[2]: v for k, v in moments.items() if k.rpartition("/")[0] == name}
             if keys:
                 state[index] = {k: v if k == "step" else v.to(self.device) for k, v in keys.items()}
@@ -295,6 +328,16 @@ class TorchLearner:
                 if isinstance(value, Tensor) and key != "step":
                     state[key] = value.to(device)
         torch.cuda.empty_cache()
+
+
+def _accumulate(master: Tensor, working: Tensor) -> None:
+    """Add a working weight's new gradient to its master's in float32, and free it."""
+    assert working.grad is not None
+    if master.grad is None:
+        master.grad = working.grad.float()
+    else:
+        master.grad.add_(working.grad)
+    working.grad = None
 
 
 def _needed(mini: Batch) -> Batch:

@@ -42,14 +42,19 @@ def pick_device(device: str) -> torch.device:
 def load(
     name: str, *, dtype: str = "float32", device: str = "cpu", seed: int = 0, recompute_activations: bool = False
 ) -> LoadedModel:
-    """Load a model and put it under drumroll's attention."""
+    """Load a model and put it under drumroll's attention.
+
+    `dtype` is the type of its parameters; transformers keeps some tensors in float32, rotary frequencies among them.
+    """
     _quiet_transformers()
     attention.register()
     if name == "tiny-random":
         module, tokenizer = tiny.random_model(seed), tiny.tokenizer()
+        for parameter in module.parameters():  # not the buffers: rotary frequencies stay float32
+            parameter.data = parameter.data.to(DTYPES[dtype])
     else:
-        module, tokenizer = _from_pretrained(str(tiny.SHIPPED) if name == "tiny" else name)
-    module = module.to(device=pick_device(device), dtype=DTYPES[dtype])
+        module, tokenizer = _from_pretrained(str(tiny.SHIPPED) if name == "tiny" else name, DTYPES[dtype])
+    module = module.to(device=pick_device(device))
     module.set_attn_implementation(attention.NAME)
     module.eval()
     if recompute_activations:
@@ -81,14 +86,14 @@ def end_tokens(name: str) -> frozenset[int]:
     return _eos(_pretrained(str(tiny.SHIPPED) if name in tiny.NAMES else name, generation), load_tokenizer(name))
 
 
-def load_classifier(name: str) -> tuple[Any, int]:
+def load_classifier(name: str, *, dtype: str, device: str) -> tuple[Any, int]:
     """A sequence classifier, and the token to pad with, which it must know to find the end of a row."""
     from transformers import AutoModelForSequenceClassification
 
     _quiet_transformers()
 
     def read(source: str) -> tuple[Any, dict[str, Any]]:
-        return AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        return AutoModelForSequenceClassification.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
 
     module, info = _pretrained(name, read)
     if missing := sorted(info["missing_keys"]):
@@ -96,14 +101,14 @@ def load_classifier(name: str) -> tuple[Any, int]:
     config, tokenizer = module.config, load_tokenizer(name)
     known = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     config.pad_token_id = next(token for token in known if token is not None)
-    return module, int(config.pad_token_id)
+    return module.to(device=pick_device(device)).eval(), int(config.pad_token_id)
 
 
-def _from_pretrained(name: str) -> tuple[Any, Any]:
+def _from_pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     def both(source: str) -> tuple[Any, Any]:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), AutoTokenizer.from_pretrained(source)
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source)
 
     return _pretrained(name, both)
 

@@ -23,11 +23,10 @@ class Classifier:
     def __init__(self, role: RewardModelRole) -> None:
         import torch
 
-        from drumroll.models.loading import DTYPES, load_classifier, pick_device
+        from drumroll.models.loading import load_classifier
 
         self.role = role
-        self.module, self._pad = load_classifier(role.model)
-        self.module.to(device=pick_device(role.device), dtype=DTYPES[role.dtype]).eval()
+        self.module, self._pad = load_classifier(role.model, dtype=role.dtype, device=role.device)
         self.labels = int(self.module.config.num_labels)
         if role.label is not None and role.label >= self.labels:
             raise ModelError(f"roles.reward_model.label: {role.label}, but {role.model} has {self.labels} outputs.")

@@ -1,0 +1,145 @@
+"""A rank that fails in an update ends the update on its peers at once, and the controller reports the cause."""
+
+import asyncio
+import multiprocessing
+import time
+from queue import Empty
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_learner import batch
+
+from drumroll.algorithms.aggregations import Shares
+from drumroll.algorithms.losses import SFTLoss
+from drumroll.cluster import group
+from drumroll.cluster.group import LocalGroup, Role
+from drumroll.cluster.host import WorkerLost
+from drumroll.config.optim import OptimConfig
+from drumroll.errors import Interrupted, PeerFailed
+from drumroll.learners import Update
+from drumroll.learners.ranks import Ranks
+from drumroll.learners.torch import TorchLearner
+from drumroll.models.loading import load
+
+PATIENCE = 600.0
+"""Seconds of a collective: a peer that waits for this deadline does not answer in time for the test."""
+
+
+def rank(number, port, where, seconds, answers):
+    """Train twice; rank 0 fails at `where` in the first update. Tells how both updates ended."""
+    torch.set_num_threads(1)
+    ranks = Ranks.meet(number, 2, "127.0.0.1", port, device="cpu", seconds=seconds)
+    learner = TorchLearner(load("tiny-random", seed=1), OptimConfig(lr=1e-2), total_steps=1, ranks=ranks)
+    work = Update(batch(), SFTLoss(), Shares("token_mean"))
+    before = [p.detach().clone() for p in learner.master]
+
+    if where == "absent" and number == 0:
+        answers.put((0, [], True))
+        time.sleep(PATIENCE)
+
+    def fail(*_, **__):
+        raise MemoryError("planted")
+
+    def fail_in_sum(tensor, op, plain=ranks._reduce):
+        return plain(tensor, op) if tensor.numel() == 1 else fail()
+
+    ends = []
+    for attempt in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            if number == 0 and attempt == 0:
+                planted = {
+                    "minibatches": (learner, "_minibatches"),
+                    "aggregate": (learner, "_share"),
+                    "backward": (learner, "_backward"),
+                    "clip": (torch.nn.utils, "clip_grad_norm_"),
+                    "step": (learner.optimizer, "step"),
+                    "sum": (ranks, "_reduce"),
+                }[where]
+                patch.setattr(*planted, fail_in_sum if where == "sum" else fail)
+            try:
+                learner.update(work)
+                ends.append("trained")
+            except Exception as error:
+                ends.append(type(error).__name__)
+    same = all(torch.equal(a, b) for a, b in zip(before, learner.master, strict=True))
+    answers.put((number, ends, same))
+    answers.close()
+    answers.join_thread()
+
+
+@pytest.fixture(scope="module")
+def context():
+    """Processes forked from one that has the imports; nothing is computed in it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_ranks", "transformers.models.llama.modeling_llama"])
+    return context
+
+
+def two_ranks(context, where, seconds=PATIENCE):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers = context.Queue()
+    started = [context.Process(target=rank, args=(n, store.port, where, seconds, answers)) for n in range(2)]
+    try:
+        for process in started:
+            process.start()
+        return {number: (ends, same) for number, ends, same in (answers.get(timeout=PATIENCE / 4) for _ in started)}
+    except Empty:
+        pytest.fail("a rank still waits for the one that failed")
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("where", ["minibatches", "aggregate", "backward", "clip"])
+def test_what_fails_before_the_step_is_voted_on(context, where):
+    """No rank steps, and the group stays usable."""
+    ends = two_ranks(context, where)
+    assert ends[0][0] == ["MemoryError", "trained"]
+    assert ends[1][0] == ["Interrupted", "trained"]
+
+
+@pytest.mark.parametrize("where", ["sum", "step"])
+def test_what_fails_in_the_step_ends_the_wait_of_the_others(context, where):
+    ends = two_ranks(context, where)
+    assert ends[0] == (["MemoryError", "PeerFailed"], True)
+    assert ends[1][0][-1] == "PeerFailed"
+    assert ends[1][1] is (where == "sum")  # a peer that has summed steps alone, and fails in the next update
+
+
+def test_a_peer_that_never_comes_is_waited_for_until_the_collective_deadline(context):
+    assert two_ranks(context, "absent", seconds=3.0)[1][0][0] == "PeerFailed"
+
+
+class Part:
+    """A worker that fails, or waits for ever."""
+
+    def __init__(self, failure=None):
+        self.failure = failure
+
+    async def work(self):
+        if self.failure is None:
+            await asyncio.Event().wait()
+        raise self.failure
+
+
+LOST = WorkerLost("actor", 0, "planted", "the run stops")
+
+
+@pytest.mark.parametrize(
+    ("failures", "told"),
+    [
+        ([PeerFailed("b"), MemoryError("a")], MemoryError),
+        ([Interrupted("c"), PeerFailed("b")], PeerFailed),
+        ([MemoryError("a"), None], MemoryError),
+        ([None, MemoryError("a"), LOST], WorkerLost),
+        ([None, LOST], WorkerLost),
+    ],
+)
+def test_the_first_failure_ends_a_call_and_the_cause_is_told(monkeypatch, failures, told):
+    """A worker that never answers is left after a grace period, and without one when another is lost."""
+    monkeypatch.setattr(group, "GRACE", PATIENCE if LOST in failures else 0.05)
+    workers = LocalGroup(Role.ACTOR, [Part(failure) for failure in failures])
+    with pytest.raises(told):
+        asyncio.run(asyncio.wait_for(workers.broadcast(Part.work), PATIENCE / 4))
