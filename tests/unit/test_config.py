@@ -29,6 +29,10 @@ def test_every_recipe_loads(recipe):
         ("steps=many", "steps: input should be a valid integer"),
         ("steps=-1", "greater than or equal to 0, got -1"),
         (
+            "roles.actor.devices=0",
+            "roles.actor.devices: a count of devices is at least 1; device number 0 alone is written 0-0, got 0",
+        ),
+        (
             "optim.minibatch=7",
             "4 prompts × 4 samples = 16 samples do not divide into minibatches of 7; optim.minibatch: 4 would fit",
         ),

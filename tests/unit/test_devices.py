@@ -124,7 +124,7 @@ def test_kinds_may_be_mixed_between_roles_and_replicas_but_not_inside_one():
         ("[0, 1]", "a part '[0' that is neither"),
         ("range(4)", "'range(4)' is no role with devices to share (actor)."),
         ("acter", "'acter' is no role with devices to share (actor). Did you mean 'actor'?"),
-        (0, "roles.judge.devices: 0 is a count, so at least 1; device 0 is '0' in quotes."),
+        (0, "roles.judge.devices: a count of devices is at least 1; device number 0 alone is written 0-0, got 0."),
         ("judge", "roles.judge.devices: judge → judge share in a circle; give one of them devices of its own."),
     ],
 )

@@ -187,7 +187,9 @@ def _counted(pool: Pool, counts: Mapping[str, int], named: Mapping[str, tuple[De
     """Counts take the lowest devices that no range claims, in the order of the roles."""
     for role, count in counts.items():
         if count < 1:
-            raise ConfigError(f"{_key(role)}: {count} is a count, so at least 1; device 0 is '0' in quotes.")
+            raise ConfigError(
+                f"{_key(role)}: a count of devices is at least 1; device number 0 alone is written 0-0, got {count}."
+            )
     free = [d for d in pool.devices if not any(d in devices for devices in named.values())]
     if (total := sum(counts.values())) > len(free):
         asks = ", ".join(f"{role} {count}" for role, count in counts.items())

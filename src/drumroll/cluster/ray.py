@@ -24,6 +24,7 @@ from typing_extensions import override
 from drumroll.cluster.devices import Device, Kind, Place, Pool, ranges
 from drumroll.cluster.group import MortalGroup, P, R, Role, T, W
 from drumroll.cluster.host import About, Failure, Host, WorkerError, WorkerLost, WorkerTimeout
+from drumroll.cluster.rendezvous import address_of
 from drumroll.errors import DrumrollError, MissingExtra
 
 try:
@@ -31,9 +32,9 @@ try:
 except ImportError:
     raise MissingExtra("the ray runtime", "ray") from None
 from ray._private import ray_constants
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from drumroll.cluster.tensors import view_tensors
 
@@ -74,6 +75,7 @@ def _gpu() -> str:
 
 ACTOR: Any = ray.remote(_Host)
 GPU: Any = ray.remote(_gpu)
+ADDRESS: Any = ray.remote(address_of)
 
 
 class RayRuntime:
@@ -90,10 +92,12 @@ class RayRuntime:
         address: str | None = None,
         seconds: float = 60,
         choose: Callable[[], Pool] | None = None,
+        interface: str | None = None,
     ) -> None:
         """Join the cluster at `address` or RAY_ADDRESS, or start one here; then wait so long for the devices.
 
-        Without a pool, `choose` names one once the cluster is there; by default all its devices.
+        Without a pool, `choose` names one once the cluster is there; by default all its devices. `interface` names the
+        network whose addresses `host_of` gives; by default those that Ray knows.
         """
         self.name = f"drumroll-{name}-{uuid.uuid4().hex[:8]}"
         if not ray.is_initialized():
@@ -114,6 +118,7 @@ class RayRuntime:
         self._bundle = self._order()
         self._gpus: dict[int, str] = {}
         self._patience = seconds
+        self._interface, self._addresses = interface, dict[str, str]()
 
     def _order(self) -> dict[int, int]:
         """Bundle by device. Ray packs bundles as it likes; here the pool's fullest node becomes the one with most of them."""
@@ -166,10 +171,36 @@ class RayRuntime:
         return ",".join(self._gpus[device.index] for device in place)
 
     def host_of(self, device: Device | None = None) -> str:
-        """The address of a device's machine; without one, of ours."""
-        own = str(ray.util.get_node_ip_address())
+        """The address of a device's machine (without one, of ours) for every store and group of the run."""
         nodes: dict[str, str] = {node["NodeID"]: node["NodeManagerAddress"] for node in _nodes()}
-        return own if device is None else nodes.get(self._node_of(device), own)
+        own = ray.get_runtime_context().get_node_id()
+        node = own if device is None else self._node_of(device)
+        known = nodes.get(node) or nodes.get(own) or str(ray.util.get_node_ip_address())
+        if self._interface is None:
+            return known
+        if known not in self._addresses:
+            self._addresses[known] = self._ask(node, known)
+        return self._addresses[known]
+
+    def _ask(self, node: str, known: str) -> str:
+        """The address of our interface on a machine, which must differ from that of the others."""
+        assert self._interface is not None
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        try:
+            found: str = ray.get(
+                ADDRESS.options(num_cpus=0, scheduling_strategy=there).remote(self._interface), timeout=self._patience
+            )
+        except RayTaskError as error:
+            raise ClusterError(f"{error.cause} (the machine that Ray knows as {known})") from None
+        except RayError as error:
+            raise ClusterError(f"The machine at {known} could not be asked for its interfaces: {error}") from error
+        for other, address in self._addresses.items():
+            if address == found:
+                raise ClusterError(
+                    f"cluster.interface: '{self._interface}' has the address {found} on both {other} and {known}, so they cannot "
+                    f"reach each other there; name the network that joins them."
+                )
+        return found
 
     def alive(self) -> set[int]:
         """The devices whose machines are there, by index."""

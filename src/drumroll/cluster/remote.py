@@ -56,6 +56,7 @@ async def open_remote(config: AnyConfig) -> RemoteWorkers:
         name=config.name,
         address=wanted.address,
         seconds=wanted.start_timeout,
+        interface=wanted.interface,
         choose=lambda: pool_of_cluster(wanted.kind, wanted.devices, threads_of(config)),
     )
     try:
@@ -120,10 +121,10 @@ class RemoteWorkers(Workers):
         """Data-parallel ranks, which meet at a store of ours."""
         devices, meeting = self.layout.devices[role], None
         if len(devices) > 1:
-            here = self.runtime.host_of()
-            host = LOOPBACK if {self.runtime.host_of(d) for d in devices} == {here} else here
+            here, addresses = self.runtime.host_of(), [self.runtime.host_of(d) for d in devices]
+            host = LOOPBACK if set(addresses) == {here} else here
             self._stores.append(open_store(host))
-            meeting = (host, self._stores[-1].port)
+            meeting = (host, self._stores[-1].port, addresses)
         return self._group(role, f"make_{role}", self._stops, meeting=meeting)
 
     def _fleet_of(self, group: RayGroup[Any], prepare: Callable[[], Awaitable[None]] | None = None) -> Fleet:
@@ -216,8 +217,10 @@ class RemoteWorkers(Workers):
             for i, p in enumerate(places)
         ]
         carrier, packing = choose(self.config.cluster.bus, ends), Packing(checksum=self.config.cluster.checksum)
-        meeting = await self._actors.call(0, LearnerSeat.open_bus, carrier, self.runtime.name, packing, len(ends))
-        joins = (self._engines.call(rank, EngineSeat.open_bus, meeting, 1 + i) for i, rank in enumerate(ranks))
+        meeting = await self._actors.call(0, LearnerSeat.open_bus, carrier, self.runtime.name, packing, len(ends), ends[0].host)
+        joins = (
+            self._engines.call(rank, EngineSeat.open_bus, meeting, i, ends[i].host) for i, rank in enumerate(ranks, start=1)
+        )
         if not self._all_there(ranks, await asyncio.gather(*joins, return_exceptions=True)):
             return False
         self._members = frozenset(ranks)

@@ -1,13 +1,33 @@
-"""Where processes meet for torch's collectives: a store that listens on one address of its machine, not on all of them."""
+"""Where processes meet for torch's collectives, and the address of each: stores, gloo and NCCL use one address of a machine, never a guess.
+
+The runtime knows the address of every machine (`RayRuntime.host_of`) and tells each process its own. A store on loopback
+joins processes of one machine; gloo then listens there too.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
+import struct
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from drumroll.errors import ConfigError, DrumrollError
+
 LOOPBACK = "127.0.0.1"
+GLOO = "gloo_at_address"
+"""The name under which torch's default group is gloo at an address of our choice; torch's own `gloo` resolves the host name."""
+SHOWN = 4
+"""Peers named in an error."""
+ADVICE = "Check the network between these machines, or name the one that joins them in cluster.interface."
+
+
+class MeetingError(DrumrollError, RuntimeError):
+    """Processes that cannot form a group."""
 
 
 def open_store(host: str, port: int = 0, seconds: float = 300.0) -> dist.TCPStore:
@@ -19,14 +39,97 @@ def open_store(host: str, port: int = 0, seconds: float = 300.0) -> dist.TCPStor
     return dist.TCPStore(host, found, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def find_store(host: str, port: int, seconds: float) -> dist.TCPStore:
-    """The store that another process has opened."""
-    return dist.TCPStore(host, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+def find_store(host: str, port: int, seconds: float, address: str = LOOPBACK) -> dist.TCPStore:
+    """The store that another process has opened, seen from the machine at `address`."""
+    try:
+        return dist.TCPStore(host, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+    except RuntimeError as error:
+        raise MeetingError(
+            f"The process at {address} does not reach the store at {host}:{port} in {seconds:g} s: {_short(error)}. {ADVICE}"
+        ) from None
 
 
-def own_address(peer: str) -> str:
-    """The address under which this machine reaches a peer, so the one under which the peer reaches it."""
-    family, kind, _, _, where = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # nothing is sent
-        probe.connect(where)
-        return str(probe.getsockname()[0])
+@contextmanager
+def meeting(store: Any, rank: int, size: int, address: str, seconds: float) -> Generator[None]:
+    """Announce this process's address to its peers; a group that fails inside is one sentence with the addresses."""
+    keys = [f"address/{peer}" for peer in range(size)]
+    try:
+        store.set(keys[rank], address)
+        yield
+    except RuntimeError as error:
+        peers = list[str]()
+        for peer in (p for p in range(size) if p != rank):
+            found = "of unknown address"
+            with suppress(RuntimeError):  # of a store that is gone
+                found = f"at {store.get(keys[peer]).decode()}" if store.check([keys[peer]]) else "that never came"
+            peers.append(f"rank {peer} {found}")
+        more = f" and {len(peers) - SHOWN} more" if len(peers) > SHOWN else ""
+        who = f"Rank {rank} at {address} forms no group with {', '.join(peers[:SHOWN])}{more}"
+        raise MeetingError(f"{who} in {seconds:g} s: {_short(error)}. {ADVICE}") from None
+
+
+def _short(error: Exception) -> str:
+    """The first line of what torch says, without its stack."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line[:300].rstrip(".")
+
+
+def gloo_options(host: str, address: str, seconds: float) -> Any:
+    """Options of a gloo group that meets at the store on `host`: it listens at our address, or beside a store on loopback there."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=LOOPBACK if host == LOOPBACK else address)]
+    options._timeout = timedelta(seconds=seconds)
+    return options
+
+
+def gloo_group(store: Any, rank: int, size: int, options: Any) -> Any:
+    """A gloo group of its own; waits until all are there."""
+    gloo: Any = dist.ProcessGroupGloo
+    return gloo(store, rank, size, options)
+
+
+def register_gloo() -> str:
+    """Make gloo at a chosen address a backend of `dist.init_process_group`, whose `pg_options` are `gloo_options`.
+
+    The options say how long the peers may take to meet, `timeout` how long a collective may take.
+    """
+
+    def make(group: Any, options: Any) -> Any:
+        made = gloo_group(group.store, group.group_rank, group.group_size, options)
+        made._set_default_timeout(group.timeout)
+        return made
+
+    dist.Backend.register_backend(GLOO, make, extended_api=True, devices=["cpu"])
+    return GLOO
+
+
+def steer_nccl(address: str) -> None:
+    """Bind NCCL to the interface with this address, unless NCCL_SOCKET_IFNAME is set. Before the first group of a process."""
+    name = next((name for name, own in interfaces().items() if own == address), None)
+    if name is not None and address != LOOPBACK:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def interfaces() -> dict[str, str]:
+    """The first IPv4 address of each network interface of this machine (Linux)."""
+    import fcntl
+
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # no address
+                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def address_of(interface: str) -> str:
+    """The address of a network interface of this machine."""
+    known = interfaces()
+    if interface not in known:
+        have = ", ".join(f"{name} ({address})" for name, address in known.items())
+        raise ConfigError(
+            f"cluster.interface: {socket.gethostname()} has no interface '{interface}' with an address; it has {have}."
+        )
+    return known[interface]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,9 +30,12 @@ from drumroll.registry import search
 from drumroll.rewards.model import Classifier
 from drumroll.sample import Version
 
+Meet = tuple[str, int, Sequence[str]]
+"""Where ranks meet: host and port of their store, and the address of each rank."""
+
 
 def make_seat(
-    make: str, config: AnyConfig, device: Device, rank: int, count: int, meeting: tuple[str, int] | None = None
+    make: str, config: AnyConfig, device: Device, rank: int, count: int, meeting: Meet | None = None
 ) -> LearnerSeat | EngineSeat | Classifier:
     """Make the worker of a role in this process, which sees the GPUs of its own place only; `device` is the first of it."""
     search(config.import_from)
@@ -49,7 +52,9 @@ def make_seat(
         return roles.make_reward_model(config)
     ranks = Ranks(rank, count)
     if meeting is not None and make not in ("make_reference", "make_teacher"):
-        ranks = Ranks.meet(rank, count, *meeting, device=where, seconds=config.cluster.collective_timeout)
+        host, port, addresses = meeting
+        seconds, patience = config.cluster.collective_timeout, config.cluster.start_timeout
+        ranks = Ranks.meet(rank, count, host, port, device=where, seconds=seconds, address=addresses[rank], patience=patience)
     return LearnerSeat(getattr(roles, make)(config, ranks))
 
 
@@ -69,8 +74,8 @@ class LearnerSeat:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["learner"], name)
 
-    def open_bus(self, carrier: Carrier, run: str, packing: Packing, size: int) -> Meeting | None:
-        """Be ready to send to so many, ourselves counted; what we had before is closed. None: they need not meet."""
+    def open_bus(self, carrier: Carrier, run: str, packing: Packing, size: int, address: str) -> Meeting | None:
+        """Be ready to send to so many, ourselves counted, from our address; what we had before is closed. None: they need not meet."""
         if self._sender is not None:
             with suppress(Exception):
                 self._sender.close()
@@ -78,7 +83,7 @@ class LearnerSeat:
             self._sender = SharedSender(run, packing)
             return None
         settle(self.learner.working)
-        sender = BroadcastSender(Meeting(carrier.host, 0, size, carrier.device, seconds=120.0), packing)
+        sender = BroadcastSender(Meeting(carrier.host, 0, size, carrier.device, seconds=120.0), packing, address=address)
         self._sender = sender
         return sender.meeting
 
@@ -112,12 +117,12 @@ class EngineSeat:
     async def generate(self, request: Request) -> Completion:
         return await self.engine.generate(request)
 
-    def open_bus(self, meeting: Meeting | None, place: int) -> None:
-        """Be ready to receive."""
+    def open_bus(self, meeting: Meeting | None, place: int, address: str) -> None:
+        """Be ready to receive at our address."""
         if self._receiver is not None:
             with suppress(Exception):
                 self._receiver.close()
-        self._receiver = SharedReceiver() if meeting is None else BroadcastReceiver(meeting, place)
+        self._receiver = SharedReceiver() if meeting is None else BroadcastReceiver(meeting, place, address)
 
     def receive(self, parcel: Parcel, *, recompute: bool) -> None:
         """Switch to the weights of a parcel between two tokens."""

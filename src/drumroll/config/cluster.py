@@ -22,8 +22,10 @@ class ClusterConfig(Section):
     """CPU threads of a device; 0 takes the top-level `threads`, and without it divides a machine's cores among its slots."""
     address: str | None = None
     """The Ray cluster to join. Default: RAY_ADDRESS; without it one is started on this machine."""
+    interface: str | None = None
+    """Network interface through which stores, gloo and NCCL of a run join its machines, for example ib0. Default: the one with the address that Ray knows of each."""
     start_timeout: float = Field(120.0, gt=0)
-    """Seconds to wait for the cluster to give the run its devices."""
+    """Seconds to wait for the cluster to give the run its devices, and for the ranks of a role to meet."""
     call_timeout: float = Field(3600.0, gt=0)
     """Seconds that one call to a worker may take."""
     collective_timeout: float = Field(600.0, gt=0)

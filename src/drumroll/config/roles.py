@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from drumroll.config.optim import OptimConfig
 from drumroll.config.section import Section
 
 Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Dtype = Literal["float32", "bfloat16"]
-Devices = Annotated[int, Field(ge=1)] | str | None
+
+
+def _not_zero(devices: int | str | None) -> int | str | None:
+    if isinstance(devices, int) and devices < 1:
+        raise ValueError("a count of devices is at least 1; device number 0 alone is written 0-0")
+    return devices
+
+
+Devices = Annotated[int | str | None, AfterValidator(_not_zero)]
 
 
 class LoraConfig(Section):
@@ -33,7 +41,7 @@ class ActorRole(Section):
     backend: Literal["torch"] = "torch"
     """What trains it. `torch`: plain PyTorch, data-parallel over its devices."""
     devices: Devices = None
-    """Devices of the pool: a range (`0-11`, `"0-7,12-15"`), or a count. Default: all. Needs `cluster.runtime: ray`."""
+    """Devices of the pool: a range (`0-11`, `"0-7,12-15"`, device 3 alone is `3-3`), or a count (`4`). Default: all. Needs `cluster.runtime: ray`."""
     device: Device = "auto"
     """Local runtime: `auto` (CUDA if there is one, else CPU), `cpu`, `cuda` or `cuda:N`."""
     dtype: Dtype = "float32"

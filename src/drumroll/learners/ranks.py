@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from drumroll.cluster.rendezvous import LOOPBACK, find_store, gloo_options, meeting, register_gloo, steer_nccl
 from drumroll.errors import PeerFailed
 
 BUCKET = 2**24
@@ -28,15 +29,33 @@ class Ranks:
     group: Any = None
 
     @classmethod
-    def meet(cls, rank: int, count: int, host: str, port: int, *, device: str, seconds: float) -> Ranks:
-        """Wait for the peers at a store, and join them (NCCL on CUDA, gloo elsewhere)."""
+    def meet(
+        cls,
+        rank: int,
+        count: int,
+        host: str,
+        port: int,
+        *,
+        device: str,
+        seconds: float,
+        address: str = LOOPBACK,
+        patience: float | None = None,
+    ) -> Ranks:
+        """Wait for the peers at a store, and join them (NCCL on CUDA, gloo elsewhere) at the address of this machine.
+
+        `patience` is how long that may take, `seconds` (its default) how long a collective may take.
+        """
         if count == 1:
             return ALONE
-        limit = timedelta(seconds=seconds)
-        store = dist.TCPStore(host, port, is_master=False, timeout=limit)
-        dist.init_process_group(
-            "nccl" if device.startswith("cuda") else "gloo", store=store, rank=rank, world_size=count, timeout=limit
-        )
+        patience = seconds if patience is None else patience
+        store, backend, options = find_store(host, port, patience, address), "nccl", None
+        with meeting(store, rank, count, address, patience):
+            if device.startswith("cuda"):
+                steer_nccl(address)
+            else:
+                backend, options = register_gloo(), gloo_options(host, address, patience)
+            limit = timedelta(seconds=seconds)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit, pg_options=options)
         return cls(rank, count, dist.group.WORLD)
 
     def add(self, tensors: Sequence[Tensor]) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drumroll.cluster.bus import ALIGN, AS_IS, BusError, Entry, Named, Packing, Parcel, WrongVersion, lend, unpack
-from drumroll.cluster.rendezvous import find_store, open_store, own_address
+from drumroll.cluster.rendezvous import LOOPBACK, find_store, gloo_group, gloo_options, meeting, open_store, steer_nccl
 from drumroll.sample import Version
 
 BUCKET = 64 << 20
@@ -66,11 +66,12 @@ class _Header:
 class _Link:
     """One process's end of the group; rank 0 sends."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting: Meeting, rank: int, address: str) -> None:
+        where = meeting.host, meeting.port, meeting.seconds
         self.timeout = timedelta(seconds=meeting.seconds)
-        self.store = (open_store if rank == 0 else find_store)(meeting.host, meeting.port, meeting.seconds)
+        self.store = open_store(*where) if rank == 0 else find_store(*where, address)
         self.meeting = replace(meeting, port=self.store.port)
-        self.rank = rank
+        self.rank, self.address = rank, address
         self._parcels = 0
         self._idle: dict[int, Tensor] = {}
 
@@ -78,16 +79,15 @@ class _Link:
     def group(self) -> Any:
         """Made with the first bucket, since making it waits until all are there."""
         store, size = dist.PrefixStore("group", self.store), self.meeting.size
-        if self.meeting.device == "cpu":
-            gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()
-            options._devices = [gloo.create_device(hostname=own_address(self.meeting.host))]
+        with meeting(store, self.rank, size, self.address, self.meeting.seconds):
+            if self.meeting.device == "cpu":
+                options = gloo_options(self.meeting.host, self.address, self.meeting.seconds)
+                return gloo_group(store, self.rank, size, options)
+            torch.cuda.set_device(self.meeting.device)
+            steer_nccl(self.address)
+            options = dist.ProcessGroupNCCL.Options()
             options._timeout = self.timeout
-            return gloo(store, self.rank, size, options)
-        torch.cuda.set_device(self.meeting.device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self.timeout
-        return dist.ProcessGroupNCCL(store, self.rank, size, options)
+            return dist.ProcessGroupNCCL(store, self.rank, size, options)
 
     def send(self, version: Version, buckets: Iterable[tuple[list[Entry], Tensor]]) -> None:
         """Broadcast a parcel; returns when all have taken it."""
@@ -192,8 +192,8 @@ class _Lying:
 class BroadcastSender:
     """Sends from a thread of its own, so that the parcel can go ahead and call the receivers."""
 
-    def __init__(self, meeting: Meeting, packing: Packing = AS_IS, bucket: int = BUCKET) -> None:
-        self._link = _Link(meeting, 0)
+    def __init__(self, meeting: Meeting, packing: Packing = AS_IS, bucket: int = BUCKET, address: str = LOOPBACK) -> None:
+        self._link = _Link(meeting, 0, address)
         self.meeting = self._link.meeting
         self.packing = packing
         self.bucket = bucket
@@ -264,8 +264,8 @@ class BroadcastSender:
 class BroadcastReceiver:
     """Takes part in every broadcast of its group, under a rank from 1 on."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._link = _Link(meeting, rank)
+    def __init__(self, meeting: Meeting, rank: int, address: str = LOOPBACK) -> None:
+        self._link = _Link(meeting, rank, address)
 
     def receive(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
         buckets = self._link.take()

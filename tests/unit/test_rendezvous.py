@@ -1,0 +1,108 @@
+"""One address for stores and groups of a process, and failures to meet as one sentence."""
+
+import multiprocessing
+import socket
+
+import pytest
+import torch
+
+from drumroll.cluster.bus.broadcast import BroadcastReceiver, Meeting
+from drumroll.cluster.rendezvous import LOOPBACK, MeetingError, address_of, find_store, open_store, steer_nccl
+from drumroll.errors import ConfigError
+from drumroll.learners.ranks import Ranks
+
+ONE, TWO = "127.0.0.2", "127.0.0.3"  # two addresses of this machine, neither of which its name resolves to
+
+
+def listening(port_of):
+    """Addresses at which sockets of this process listen, but for the one on a port."""
+    import os
+    from pathlib import Path
+
+    own = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists() or fd.is_symlink()}
+    found = set()
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        where, state, inode = line.split()[1], line.split()[3], line.split()[9]
+        address, port = where.split(":")
+        if state == "0A" and f"socket:[{inode}]" in own and int(port, 16) != port_of:
+            found.add(socket.inet_ntoa(int(address, 16).to_bytes(4, "little")))
+    return found
+
+
+def rank(number, port, addresses, answers):
+    """One of two ranks: the sum of the ranks' ones, and where this process listens."""
+    torch.set_num_threads(1)
+    ranks = Ranks.meet(number, 2, ONE, port, device="cpu", seconds=77, patience=60, address=addresses[number])
+    assert ranks.group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77  # of a collective
+    sums = torch.ones(3)
+    ranks.add([sums])
+    answers.put((number, sums.tolist(), ranks.any(number == 1), listening(port)))
+
+
+def test_ranks_listen_at_the_address_they_are_given_whatever_the_host_name_means():
+    context = multiprocessing.get_context("forkserver")
+    store, answers = open_store(ONE), context.Queue()
+    processes = [context.Process(target=rank, args=(n, store.port, (ONE, TWO), answers)) for n in range(2)]
+    for process in processes:
+        process.start()
+    found = sorted(answers.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join(60)
+    assert found == [(0, [2.0] * 3, True, {ONE}), (1, [2.0] * 3, True, {TWO})]
+
+
+def test_a_rank_whose_peer_does_not_answer_names_both_addresses():
+    store = open_store(ONE)
+    store.set("address/1", TWO)
+    with pytest.raises(MeetingError) as error:
+        Ranks.meet(0, 2, ONE, store.port, device="cpu", seconds=600, patience=2, address=ONE)
+    text = str(error.value)
+    assert text.startswith(f"Rank 0 at {ONE} forms no group with rank 1 at {TWO} in 2 s: ")
+    assert "cluster.interface" in text
+    assert "\n" not in text
+    assert len(text) < 600
+    assert error.value.__cause__ is None
+
+
+def test_a_rank_whose_peer_never_came_and_one_with_an_address_of_another_machine():
+    store = open_store(ONE)
+    with pytest.raises(MeetingError, match=rf"Rank 0 at {ONE} forms no group with rank 1 that never came in 2 s"):
+        Ranks.meet(0, 2, ONE, store.port, device="cpu", seconds=2, address=ONE)
+    with pytest.raises(MeetingError, match=r"Rank 1 at 192\.0\.2\.1 forms no group with rank 0 at 127\.0\.0\.2 in 2 s"):
+        Ranks.meet(1, 2, ONE, store.port, device="cpu", seconds=2, address="192.0.2.1")
+
+
+def test_a_store_that_does_not_answer_is_a_sentence_with_both_addresses():
+    with socket.create_server((ONE, 0)) as taken:
+        port = taken.getsockname()[1]
+    sentence = rf"The process at {TWO} does not reach the store at {ONE}:{port} in 1 s: .* cluster\.interface"
+    with pytest.raises(MeetingError, match=sentence) as error:
+        find_store(ONE, port, 1, TWO)
+    assert "\n" not in str(error.value)
+    with pytest.raises(MeetingError, match=sentence):
+        BroadcastReceiver(Meeting(ONE, port, 2, seconds=1), 1, TWO)
+
+
+def test_an_interface_is_an_address():
+    assert address_of("lo") == LOOPBACK
+    with pytest.raises(
+        ConfigError, match=r"cluster\.interface: .* has no interface 'ib7' with an address; it has lo \(127\.0\.0\.1\)"
+    ):
+        address_of("ib7")
+
+
+def test_nccl_is_bound_to_the_interface_of_the_address_unless_the_user_says_so(monkeypatch):
+    monkeypatch.setattr(
+        "drumroll.cluster.rendezvous.interfaces", lambda: {"lo": LOOPBACK, "ib0": "192.0.2.1", "eth0": "192.0.2.2"}
+    )
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    import os
+
+    for address in (LOOPBACK, "192.0.2.9"):
+        steer_nccl(address)
+        assert "NCCL_SOCKET_IFNAME" not in os.environ
+    steer_nccl("192.0.2.1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=ib0"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    steer_nccl("192.0.2.1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
