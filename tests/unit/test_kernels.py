@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 
 import numpy as np
 import pytest
@@ -153,3 +154,41 @@ def test_compiled_once_and_kept(monkeypatch, tmp_path):
     assert kernels.build(torch.float32) == first
     assert os.stat(first).st_mtime_ns == made
     assert [p.name for p in first.parent.iterdir()] == [first.name]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_what_others_could_have_written_is_compiled_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = kernels.build(torch.float32)
+    good = path.read_bytes()
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.write_bytes(b"not ours")
+    path.chmod(0o666)
+    path.parent.chmod(0o777)
+    assert kernels.build(torch.float32) == path
+    assert path.read_bytes()[:4] == good[:4]
+    assert not path.stat().st_mode & 0o022
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_bytes(b"not ours")
+    assert not kernels.build(torch.float32).is_symlink()
+    assert (tmp_path / "elsewhere").read_bytes() == b"not ours"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_a_folder_that_is_not_ours_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "cache/drumroll").mkdir(parents=True)
+    (tmp_path / "cache/drumroll/kernels").symlink_to(tmp_path / "theirs")
+    assert kernels.build(torch.float32).parent == tmp_path / f"drumroll-kernels-{os.geteuid()}"
+    assert list((tmp_path / "theirs").iterdir()) == []
+    shutil.rmtree(tmp_path / f"drumroll-kernels-{os.geteuid()}")
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(
+        kernels.KernelError, match=r"no folder for compiled kernels.*drumroll.kernels.*is not a folder of this user"
+    ):
+        kernels.build(torch.float32)

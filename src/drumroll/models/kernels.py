@@ -1,7 +1,8 @@
 """Compiled inner loops of generation (`kernels.c`), for CPUs of machines that have a C compiler.
 
-They are compiled for the processor at hand when first wanted, in a second, and kept in the user's cache. Without a compiler,
-on other devices and for shapes they do not know, torch does the same more slowly. `DRUMROLL_KERNELS=off` forbids them;
+They are compiled for the processor at hand when first wanted, in a second, and kept in the user's cache. A library
+or folder that another user could have written is never loaded. Without a compiler, on other devices and for shapes they do
+not know, torch does the same more slowly. `DRUMROLL_KERNELS=off` forbids them;
 `DRUMROLL_KERNELS=x86-64-v3`, or another `-march` of the compiler, compiles them for that processor instead of this one.
 """
 
@@ -12,6 +13,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -39,8 +41,36 @@ class KernelError(Exception):
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drumroll" / "kernels"
+    """The folder of compiled kernels: in the user's cache, or among temporary files if that one is not the user's own."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    places = (cache / "drumroll" / "kernels", Path(tempfile.gettempdir()) / f"drumroll-kernels-{os.geteuid()}")
+    refused = []
+    for place in places:
+        try:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _own(place, stat.S_IFDIR):
+                if _open_to_others(place):
+                    place.chmod(0o700)
+                return place
+            refused.append(f"{place} is not a folder of this user")
+        except OSError as error:
+            refused.append(f"{place}: {error.strerror}")
+    raise KernelError(f"no folder for compiled kernels: {'; '.join(refused)}")
+
+
+def _own(path: Path, kind: int) -> bool:
+    """Whether a path is a file or folder of this user, and no link."""
+    found = path.lstat()
+    return stat.S_IFMT(found.st_mode) == kind and found.st_uid == os.geteuid()
+
+
+def _open_to_others(path: Path) -> bool:
+    return bool(path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _trusted(path: Path) -> bool:
+    """Whether only this user can have written a library; loading one runs its code."""
+    return path.exists() and _own(path, stat.S_IFREG) and not _open_to_others(path)
 
 
 def build(dtype: torch.dtype) -> Path:
@@ -56,13 +86,13 @@ def build(dtype: torch.dtype) -> Path:
     flags = [*FLAGS, f"-march={target}", *DTYPES[dtype]]
     made_of = (SOURCE.read_bytes(), " ".join(flags).encode(), Path(compiler).resolve().as_posix().encode(), _processor())
     path = folder() / f"{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:24]}.so"
-    if path.exists():
+    if _trusted(path):
         return path
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as place:
             made = Path(place) / path.name
             subprocess.run([compiler, *flags, SOURCE, "-o", made], check=True, capture_output=True, text=True, timeout=120)
+            made.chmod(0o700)
             made.replace(path)  # at once: another process may do the same
     except subprocess.CalledProcessError as error:
         raise KernelError(f"{compiler} failed: {error.stderr.strip().splitlines()[-1:]}") from error
