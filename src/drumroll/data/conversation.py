@@ -44,7 +44,7 @@ class Conversation:
         if not self.chat:
             return self.window(0)
         self._rendered = self._render()
-        return self.renderer.encode(self._rendered)
+        return self.renderer.controls.rendered(self._rendered)
 
     def window(self, history: int, *, keep_first: bool = True) -> list[int]:
         """Tokens of the first observation (if kept), the last `history` turns and the present observation."""
@@ -63,7 +63,8 @@ class Conversation:
         if not self.chat:
             return self.renderer.encode("".join(_text(m) for m in self._messages(-1)))
         before, self._rendered = self._rendered, self._render()
-        tokens = self.renderer.encode(self._after(before, turn, self._rendered))
+        controls = self.renderer.controls
+        tokens = controls.rendered(self._after(before, controls.escape(turn), self._rendered))
         return tokens[1:] if tokens and tokens[0] == last else tokens  # the policy ended its turn itself
 
     def add(self, turn: str, observation: Observation) -> None:

@@ -1,4 +1,7 @@
-"""From a row's prompt to the tokens the model sees, by the tokenizer's chat template or as plain text."""
+"""From a row's prompt to the tokens the model sees, by the tokenizer's chat template or as plain text.
+
+Control tokens come from the template only: the same text within a content is encoded as text (data/controls.py).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from drumroll.data.controls import Controls
 from drumroll.errors import DataError, TemplateError
 from drumroll.sample import Message
 
@@ -22,6 +26,7 @@ class Renderer:
         self.name = getattr(tokenizer, "name_or_path", "") or "this model"
         template = getattr(tokenizer, "chat_template", None)
         self.has_template = bool(template)
+        self.controls = Controls(tokenizer)
         self.takes_tools = re.search(r"\btools\b", str(template or "")) is not None
 
     def prompt(
@@ -31,7 +36,7 @@ class Renderer:
         turns = self._turns(content, chat, system)
         if turns is None:
             return tuple(self._bos() + self.encode(str(content)))
-        return tuple(self.encode(self.text(turns, tools)))
+        return tuple(self.controls.rendered(self.text(turns, tools)))
 
     def answer(self, content: Content, completion: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
         """Tokens of a given answer after its prompt, up to and including the end of the turn."""
@@ -46,7 +51,7 @@ class Renderer:
                 f"the chat template of {self.name} is not prefix-stable: the prompt alone reads {prompt[at : at + 40]!r} where "
                 f"the whole conversation reads {whole[at : at + 40]!r}."
             )
-        answer = self.encode(whole[len(prompt) :])
+        answer = self.controls.rendered(whole[len(prompt) :])
         ends = [i for i, token in enumerate(answer) if token == self._eos()]
         return answer[: ends[-1] + 1] if ends else [*answer, self._eos()]
 
@@ -55,7 +60,10 @@ class Renderer:
         return [*self.encode(completion), self._eos()]
 
     def text(self, turns: list[Message], tools: Tools = None) -> str:
-        """A conversation as text, up to where the model's answer begins; a template that `takes_tools` shows them its own way."""
+        """A conversation as text with escaped contents, up to where the model's answer begins, for `controls.rendered`.
+
+        A template that `takes_tools` shows them its own way.
+        """
         return self._apply(turns, add_generation_prompt=True, tools=tools)
 
     def _turns(self, content: Content, chat: bool | None, system: str | None) -> list[Message] | None:
@@ -72,14 +80,17 @@ class Renderer:
     def _apply(self, turns: list[Message], *, add_generation_prompt: bool, tools: Tools = None) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                turns, tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=add_generation_prompt
+                self.controls.escape(turns),
+                tools=self.controls.escape(list(tools)) if tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:
             raise DataError(f"the chat template of {self.name} refused a conversation: {error}.") from error
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text as it is."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        """Tokens of a content, none of them a control token."""
+        return self.controls.content(text)
 
     def _bos(self) -> list[int]:
         """A base model that was trained with a first token gets it."""

@@ -76,7 +76,7 @@ class RewardModel:
         """By the model's chat template, as plain text, or (encoders such as BERT) as a pair of texts."""
         tokenizer, text = self.renderer.tokenizer, spelled(prompt)
         if tokenizer.eos_token_id is None:
-            return list(tokenizer(text, completion)["input_ids"])
+            return self.renderer.controls.pair(text, completion)
         content = prompt if self.renderer.has_template else text
         return [*self.renderer.prompt(content), *self.renderer.answer(content, completion)]
 

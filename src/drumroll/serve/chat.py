@@ -43,7 +43,7 @@ def whole(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any])
     """Tokens of a conversation up to where the model writes; without a chat template, its texts end to end."""
     if not renderer.has_template:
         return list(renderer.prompt("".join(m["content"] for m in messages), chat=False))
-    return renderer.encode(renderer.text([plain(m) for m in messages], tools))
+    return renderer.controls.rendered(renderer.text([plain(m) for m in messages], tools))
 
 
 def following(
@@ -58,12 +58,13 @@ def following(
     turns = [plain(m) for m in messages]
     said = turns[covered - 1]
     before, now = renderer.text(turns[: covered - 1], tools), renderer.text(turns, tools)
-    kept = now.startswith(before) and now[len(before) :].lstrip().startswith(said["content"].strip())
+    content = renderer.controls.escape(said["content"].strip())
+    kept = now.startswith(before) and now[len(before) :].lstrip().startswith(content)
     stand_in: list[Message] = [*turns[: covered - 1], {"role": said["role"], "content": SENTINEL}, *turns[covered:]]
     shown, found, rest = renderer.text(stand_in, tools).partition(SENTINEL)
     if not (kept and found and shown == before and SENTINEL not in rest):
         return None
-    tokens = renderer.encode(rest)
+    tokens = renderer.controls.rendered(rest)
     ended = written.tokens[-1] if written.stop is StopReason.EOS else None
     return tokens[1:] if tokens and tokens[0] == ended else tokens  # the model ended its turn itself
 
