@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from drumroll import controller
 from drumroll.cluster.workers import open_workers
 from drumroll.config import AnyConfig, RLConfig, load
-from drumroll.errors import ConfigError
+from drumroll.errors import ConfigError, RolloutError
 from drumroll.observe.progress import Progress, Quiet
 from drumroll.pipelines import sft
 from drumroll.sample import Group, Sample
@@ -119,7 +119,11 @@ async def _rollout(config: RLConfig, batches: int, *, overwrite: bool) -> tuple[
         run = Run.create(config, overwrite=overwrite)
         try:
             for batch in range(batches):
-                taken = await rollouts.take(config.rollout.prompts)
+                try:
+                    taken = await rollouts.take(config.rollout.prompts)
+                except RolloutError:
+                    run.write_rollouts("train", batch + 1, rollouts.failed)
+                    raise
                 groups += taken
                 failed += rollouts.stats.failed
                 run.write_rollouts("train", batch + 1, [s for g in taken for s in g.everyone()] + rollouts.stats.failed)

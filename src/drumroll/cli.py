@@ -288,7 +288,7 @@ def rollout(target: str, overrides: tuple[str, ...], human: bool, seed: int, bat
     for name, value in metrics.items():
         click.echo(f"{name:<40} {value:.4f}")
     for trouble in by_cause(found for file in sorted((run.path / "rollouts").glob("*")) for found in read_troubles(file)):
-        click.echo(f"{trouble.count} samples, the first is {trouble.first}: {trouble.text}")
+        click.echo(f"{trouble.count} samples, the first is {trouble.first}: {trouble.told()}")
     click.echo(f"rollouts {run.path / 'rollouts'}\nlook     drumroll run samples {run.path}")
 
 

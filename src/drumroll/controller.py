@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from drumroll.cluster.desk import Desk
 from drumroll.config import RLConfig
+from drumroll.errors import RolloutError
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.session import Remembered, Session
 from drumroll.stages import advantages, describe, infer, pack, publish, update
@@ -47,6 +48,9 @@ async def train(session: Session, config: RLConfig, rollouts: Rollouts) -> None:
             rollouts.trained(groups)
 
             await session.commit(metrics, [s for g in groups for s in g.everyone()] + rollouts.stats.failed)
+    except RolloutError:
+        session.record_failed(rollouts.failed)
+        raise
     finally:
         await rollouts.close()
     await session.finish()

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, cast
 
-from drumroll.errors import ConfigError, did_you_mean
+from drumroll.errors import ConfigError, did_you_mean, user_frames
 
 T = TypeVar("T")
 
@@ -37,7 +37,8 @@ def import_path(path: str, what: str) -> Any:
             ) from None
         raise ConfigError(f"{what}: importing '{module_name}' failed: {error}.") from error
     except Exception as error:
-        raise ConfigError(f"{what}: importing '{module_name}' failed: {type(error).__name__}: {error}.") from error
+        text = f"{what}: importing '{module_name}' failed: {type(error).__name__}: {error}."
+        raise ConfigError("\n".join(filter(None, (text, user_frames(error))))) from error
     if not hasattr(module, name):
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise ConfigError(f"{what}: module '{module_name}' has no '{name}'.{did_you_mean(name, names)}")

@@ -21,7 +21,7 @@ from drumroll.learners import Learner
 from drumroll.observe.progress import Progress
 from drumroll.observe.report import write_report
 from drumroll.observe.trackers import Trackers
-from drumroll.observe.trouble import complaints
+from drumroll.observe.trouble import complaints, without_gradient
 from drumroll.rollout.evaluation import Evaluator
 from drumroll.sample import Sample
 from drumroll.store.files import new_folder
@@ -128,6 +128,9 @@ class Session:
         if samples:
             self.run.write_rollouts("train", self.step, samples)
             self._complain(samples)
+        if "gradient" not in self._told and (why := without_gradient(metrics, samples)):
+            self._told.add("gradient")
+            self.progress.notice(f"step {self.step}: {why}")
         score: float | None = None
         if last or (config.eval.every and self.step % config.eval.every == 0):
             score = await self._evaluate_step(metrics)
@@ -149,6 +152,12 @@ class Session:
         self.run.checkpoints.prune()
         if stop:
             raise self._interrupted()
+
+    def record_failed(self, samples: Sequence[Sample]) -> None:
+        """Keep the samples of a step that cannot be completed, for `run samples` and the report; a resume drops them."""
+        if samples:
+            self.run.write_rollouts("train", self.step + 1, samples)
+            write_report(self.run)
 
     async def finish(self) -> None:
         """Export the model, summarise, report. A run that ended before `steps` is evaluated and saved here."""

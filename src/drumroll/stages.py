@@ -61,7 +61,16 @@ def open_episodes(config: AnyConfig, workers: Workers, *, seed: int) -> Episodes
     context = context_length(config)
     renderer = Renderer(workers.tokenizer)
     agents = partial(open_agents, config, workers, seed)
-    episodes = Episodes(config.environment, seed, renderer, decoder(workers), context, workers.open_pool, agents)
+    episodes = Episodes(
+        config.environment,
+        seed,
+        renderer,
+        decoder(workers),
+        context,
+        workers.open_pool,
+        agents,
+        lambda text: workers.notify(text),
+    )
     workers.closing.append(episodes.close)
     return episodes
 

@@ -15,7 +15,7 @@ from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.engines import Completion
 from drumroll.envs.episodes import Episodes
-from drumroll.errors import RolloutError, user_frames
+from drumroll.errors import ConfigError, RolloutError, user_frames
 from drumroll.models import tiny
 from drumroll.rewards import TRIALS, Reward, Scorer
 from drumroll.rollout import virtual
@@ -284,6 +284,12 @@ def test_an_exception_in_an_environment_is_shown_with_the_users_frames(mine, use
     text = asyncio.run(main())
     assert f"({name}.py, line 5)" in text
     assert text.endswith("    return {}[text]\n           ~~^^^^^^")  # the step ends with the traceback of the first failure
+
+
+def test_a_module_that_cannot_be_imported_is_shown_with_the_users_frames(mine):
+    name = mine("def f(completion): ...\n\nlimit = 1 / 0\n")
+    with pytest.raises(ConfigError, match=rf"(?s)ZeroDivisionError: .*{name}.py\", line 3, in <module>"):
+        Scorer({"*": [RewardConfig(use=f"{name}:f")]})
 
 
 def test_installed_packages_are_shown_only_where_nothing_else_is():

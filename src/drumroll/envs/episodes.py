@@ -50,6 +50,7 @@ class Episodes:
         context: int,
         open_pool: Callable[[int], Pool],
         open_agents: Callable[[], Agents] | None = None,
+        notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.config = config
         self.seed = seed
@@ -59,6 +60,8 @@ class Episodes:
         self.places = Places(config, open_pool)
         self._stable: set[tuple[bool | None, str | None]] = set()
         self._open_agents = open_agents
+        self._notify = notify
+        self._late: set[str] = set()
         self._agents: Agents | None = None
         if config.use is not None:  # a wrong name is told before anything starts
             _ = self.agents.find(config.use) if agent_path(config.use) else find(config.use)
@@ -88,6 +91,12 @@ class Episodes:
             self._agents = self._open_agents()
         return self._agents
 
+    def report_late(self, sample: Sample, failure: Failure) -> None:
+        """Report the first time-out of an environment at once."""
+        if failure.boundary not in self._late:
+            self._late.add(failure.boundary)
+            self._notify(f"{failure}, for sample {sample.id}.")
+
     async def close(self) -> None:
         """End all processes."""
         await self.places.close()
@@ -99,6 +108,7 @@ class Episode:
     """One sample's way through its environment."""
 
     def __init__(self, episodes: Episodes, sample: Sample, scene: Scene, seed: int, place: Place) -> None:
+        self.episodes = episodes
         self.config = episodes.config
         self.context = episodes.context
         self.renderer = episodes.renderer
@@ -156,7 +166,10 @@ class Episode:
                 raise
             kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
             text = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else str(error)
-            raise SampleFailed(Failure(kind, boundary, text, user_frames(error))) from None
+            failure = Failure(kind, boundary, text, user_frames(error))
+            if isinstance(error, TimeoutError):
+                self.episodes.report_late(self.sample, failure)
+            raise SampleFailed(failure) from None
         if self.place.printed and not self._printed:
             self._printed = True
             self.sample.notes.append(Failure("Printed", boundary, f"{self.place.printed.strip()!r:.80} on standard output"))

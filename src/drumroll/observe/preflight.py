@@ -109,8 +109,10 @@ async def preflight(config: RLConfig) -> Preflight:
             elif not any(check.tells() for check in found if check.weight):
                 problems.append(f"{domain}: no reward scores right answers higher than wrong ones.")
         starts = [await _start(config, player, domain, prompts[:GROUPS]) for domain, prompts in by_domain.items()]
-        problems += [f"{s.domain}: a sample failed: {s.failure}" for s in starts if s.failure is not None]
+        problems += [f"{s.domain}: a sample failed: {s.failure.told()}" for s in starts if s.failure is not None]
         notices += [notice for start in starts for notice in _advice(start)]
+        if starts and not any(start.useful for start in starts):
+            problems.append("no group of the start model would give a gradient, so training would change nothing.")
         return Preflight(rewards, starts, problems, notices)
     finally:
         await workers.close()
@@ -167,7 +169,7 @@ async def _check_rewards(scorer: Scorer, domain: str, prompts: Sequence[Prompt],
         checks.append(check)
     failures = [s.failure for s in [*gold, *wrong, *empty, *garbage] if s.failure is not None]
     if failures and checks:
-        checks[0].problems.append(f"{len(failures)} of the answers could not be scored; the first: {failures[0]}")
+        checks[0].problems.append(f"{len(failures)} of the answers could not be scored; the first: {failures[0].told()}")
     if seconds > timeout / 10 and checks:
         checks[0].problems.append(
             f"scoring takes {seconds:.2g} s an answer, which is close to rollout.reward_timeout={timeout:g}."
@@ -264,6 +266,10 @@ def preflight_tables(found: Preflight) -> list[RenderableType]:
         lines.add_row(Text("problem:", "bold red"), Text(problem))
     for notice in found.notices:
         lines.add_row(Text("notice:", "bold yellow"), Text(notice))
-    if not found.problems:
+    idle = [start.domain for start in found.starts if not start.useful]
+    if not found.problems and idle:
+        note = f"the rewards can be trained on, but {', '.join(idle)} would give no gradient."
+        lines.add_row(Text("in part:", "bold yellow"), Text(note))
+    elif not found.problems:
         lines.add_row(Text("ready:", "bold green"), Text("the rewards can be trained on."))
     return [rewards, starts, lines]

@@ -77,8 +77,9 @@ async def _again(row: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
     given = {name: value for name, value in row["rewards"].items() if name == ENVIRONMENT}  # an episode is not played again
     sample = Sample(prompt, 0, 0, completion=row["completion"], stop=stop, rewards=given)
     await scorer.score(sample)
-    failure = str(sample.failure) if sample.failure else None
-    return {**row, "reward": sample.reward, "rewards": sample.rewards, "failure": failure}
+    failure = sample.failure
+    told = {"failure": str(failure), "traceback": failure.traceback} if failure else {"failure": None, "traceback": None}
+    return {**row, "reward": sample.reward, "rewards": sample.rewards, **told}
 
 
 def _count(total: dict[str, float], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

@@ -2,42 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from drumroll.sample import Failure, Sample
+from drumroll.sample import Failure, Fate, Sample
 
 ENDLESS = "Endless"
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """A cause, how many samples it struck, and the first of them with what was said."""
+    """A cause, how many samples it struck, and the first of them with its text and the frames of the user's code."""
 
     cause: str
     count: int
     first: str
     text: str
+    traceback: str
+
+    def told(self) -> str:
+        """The text with the traceback."""
+        return f"{self.text}\n{self.traceback}" if self.traceback else self.text
 
 
-def by_cause(found: Iterable[tuple[str, str]]) -> list[Trouble]:
-    """Texts of failures and oddities, each with its sample's id, put together; the most frequent cause first."""
-    causes: dict[str, list[tuple[str, str]]] = {}
-    for sample, text in found:
-        causes.setdefault(text.partition(": ")[0], []).append((sample, text))
-    troubles = [Trouble(cause, len(all_), *all_[0]) for cause, all_ in causes.items()]
+def by_cause(found: Iterable[tuple[str, str, str]]) -> list[Trouble]:
+    """Put failures and oddities (sample, text, traceback) together by kind and place; the most frequent first."""
+    causes: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+    for sample, text, traceback in found:
+        causes.setdefault((text.partition(": ")[0], traceback), []).append((sample, text, traceback))
+    troubles = [Trouble(cause, len(all_), *all_[0]) for (cause, _), all_ in causes.items()]
     return sorted(troubles, key=lambda trouble: -trouble.count)
 
 
 def complaints(samples: Sequence[Sample], told: set[str], most: int = 3) -> list[str]:
-    """Lines for the terminal: of failures always, of oddities once in a run (`told` remembers them)."""
-    failed = by_cause((s.id, str(s.failure)) for s in samples if s.failure is not None)
-    lines = [f"{t.count} of {len(samples)} samples failed; the first is {t.first}: {t.text}" for t in failed[:most]]
-    for trouble in by_cause((s.id, str(note)) for s in samples for note in s.notes if _matters(note, samples)):
+    """Lines for the terminal: failures always, their tracebacks and oddities once in a run (`told` remembers them)."""
+    failed = by_cause((s.id, str(s.failure), s.failure.traceback) for s in samples if s.failure is not None)
+    lines = []
+    for trouble in failed[:most]:
+        shown = trouble.text if trouble.traceback in told else trouble.told()
+        told.add(trouble.traceback)
+        lines.append(f"{trouble.count} of {len(samples)} samples failed; the first is {trouble.first}: {shown}")
+    for trouble in by_cause((s.id, str(note), "") for s in samples for note in s.notes if _matters(note, samples)):
         if trouble.cause not in told:
             told.add(trouble.cause)
             lines.append(f"{trouble.count} of {len(samples)} samples, the first is {trouble.first}: {trouble.text}")
     return lines
+
+
+def without_gradient(metrics: Mapping[str, float], samples: Sequence[Sample]) -> str | None:
+    """Why a step had no gradient, in a sentence; None if it had one."""
+    if metrics.get("train/grad_norm") != 0.0:
+        return None
+    if not any(sample.policy_length() for sample in samples):
+        return "no gradient: the policy wrote no token in any sample; the prompts or first observations fill the context."
+    groups: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.state is Fate.TRAINED and sample.reward is not None:
+            groups.setdefault(sample.draw, []).append(sample.reward)
+    if not groups or any(len(set(rewards)) > 1 for rewards in groups.values()) or max(map(len, groups.values())) < 2:
+        return "no gradient: every token had the advantage 0, so there was nothing to learn from."
+    counts = Counter(rewards[0] for rewards in groups.values()).most_common(3)
+    values = f"{counts[0][0]:g}" if len(counts) == 1 else ", ".join(f"{value:g} in {n}" for value, n in counts)
+    return (
+        f"no gradient: in all {len(groups)} groups every sample got the same reward ({values}), so there was nothing "
+        "to learn from. `drumroll check` tells whether the rewards and the data fit the model."
+    )
 
 
 def _matters(note: Failure, samples: Sequence[Sample]) -> bool:

@@ -226,6 +226,11 @@ class Rollouts:
         """Whether the data has ended and nothing is left to train on."""
         return self._dry() and not any(self._ready.values())
 
+    @property
+    def failed(self) -> list[Sample]:
+        """The samples that have failed since the last batch was taken."""
+        return list(self._current.failed)
+
     def _dry(self) -> bool:
         """Whether no further group can become ready."""
         return self.source.exhausted() and not (any(self._again.values()) or self._flights or self._complete)

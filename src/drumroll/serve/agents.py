@@ -71,6 +71,12 @@ class Agents:
             sampling = Sampling(temperature, own.max_tokens, tuple(own.stop))
         return AgentEpisode(self, sample, seed, stream, sampling)
 
+    def report_late(self, sample: Sample, failure: Failure) -> None:
+        """Report the first time-out of an agent at once."""
+        if failure.boundary not in self.served.told:
+            self.served.told.add(failure.boundary)
+            self.served.notify(f"{failure}, for sample {sample.id}.")
+
     async def listen(self) -> None:
         """Open the endpoint with the first agent."""
         self._opening = self._opening or asyncio.ensure_future(self.endpoint.open())
@@ -160,7 +166,9 @@ class AgentEpisode:
             raise
         except TimeoutError:
             await self.agents.loop.check()
-            raise self._failed("TimeoutError", f"took longer than {seconds:g} s between two calls") from None
+            late = self._failed("TimeoutError", f"took longer than {seconds:g} s between two calls")
+            self.agents.report_late(self.sample, late.failure)
+            raise late from None
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and being_cancelled():
                 raise

@@ -36,6 +36,7 @@ SCHEMA = pa.schema(
         ("reward", pa.float32()),
         ("rewards", pa.string()),
         ("failure", pa.string()),
+        ("traceback", pa.string()),
         ("history", pa.string()),
         ("traces", pa.list_(TRACE)),
         ("turns", pa.string()),
@@ -63,6 +64,7 @@ def _row(step: int, kind: str, sample: Sample) -> dict[str, Any]:
         "reward": sample.reward,
         "rewards": json.dumps(sample.rewards),
         "failure": str(sample.failure) if sample.failure else None,
+        "traceback": sample.failure.traceback if sample.failure else None,
         "history": json.dumps(sample.history),
         "traces": [
             {"tokens": t.tokens, "owners": [int(o) for o in t.owners], "logprobs": t.logprobs, "versions": t.versions}
@@ -88,11 +90,13 @@ def read_samples(path: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def read_troubles(path: Path) -> Iterator[tuple[str, str]]:
-    """What is told of failed and odd samples, each with its id."""
-    columns = [name for name in ("id", "failure", "notes") if name in pq.read_schema(path).names]
+def read_troubles(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Failures and oddities of samples: the sample's id, the text, the frames of the user's code."""
+    columns = [name for name in ("id", "failure", "traceback", "notes") if name in pq.read_schema(path).names]
     for row in pq.read_table(path, columns=columns).to_pylist():
-        yield from ((row["id"], text) for text in (row["failure"], *(row.get("notes") or ())) if text)
+        if row["failure"]:
+            yield row["id"], row["failure"], row.get("traceback") or ""
+        yield from ((row["id"], text, "") for text in row.get("notes") or ())
 
 
 def read_outcomes(path: Path) -> Iterator[dict[str, Any]]:
