@@ -12,9 +12,12 @@ from typing import Any, TypeVar
 from drumroll import controller
 from drumroll.cluster.workers import open_workers
 from drumroll.config import AnyConfig, RLConfig, load
+from drumroll.data.scan import scan
 from drumroll.errors import ConfigError, RolloutError
 from drumroll.observe.progress import Progress, Quiet
 from drumroll.pipelines import sft
+from drumroll.registry import search
+from drumroll.rewards import Rewards
 from drumroll.sample import Group, Sample
 from drumroll.session import Session
 from drumroll.stages import describe, open_evaluator, open_rollouts
@@ -62,6 +65,7 @@ def _held(path: Path, progress: Progress) -> Generator[None]:
 
 async def _train(config: AnyConfig, open_run: Callable[[], Run], progress: Progress, *, resume: bool) -> Run:
     """Models, data and rewards are opened first: a recipe that does not work leaves no run directory and replaces none."""
+    _look(config)
     workers = await open_workers(config)
     try:
         evaluator = open_evaluator(config, workers)
@@ -74,6 +78,12 @@ async def _train(config: AnyConfig, open_run: Callable[[], Run], progress: Progr
         return session.run
     finally:
         await workers.close()
+
+
+def _look(config: AnyConfig) -> None:
+    """Find what is wrong with rewards and local files before any model is loaded."""
+    search(config.import_from)
+    scan(config, Rewards(config.rewards()).required_columns)
 
 
 def evaluate(model: str | Path, recipe: Recipe, overrides: Sequence[str] = ()) -> dict[str, float]:
@@ -111,6 +121,7 @@ def rollout(
 
 
 async def _rollout(config: RLConfig, batches: int, *, overwrite: bool) -> tuple[Run, dict[str, float]]:
+    _look(config)
     workers = await open_workers(config)
     groups: list[Group] = []
     failed: list[Sample] = []

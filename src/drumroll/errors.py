@@ -34,6 +34,10 @@ class DataError(DrumrollError):
     """A dataset that cannot be read, or a row that lacks what it needs."""
 
 
+class BadRow(DataError):
+    """A row that cannot be used though its dataset can; met while training it costs its own samples only."""
+
+
 class TemplateError(DataError):
     """A chat template that does not keep what was said before."""
 

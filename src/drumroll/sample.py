@@ -93,6 +93,7 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     stream: str = ""  # whose share in a batch is fixed
     scene: Scene | None = None
+    defect: str = ""  # why the row cannot be used; all its samples fail with it
 
     @staticmethod
     def stable_id(content: Any) -> str:

@@ -89,7 +89,7 @@ def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listen
     """The stream of scored groups."""
     scorer = open_scorer(config, workers, config.rollout)
     renderer = Renderer(workers.tokenizer)
-    source = PromptSource(config.data, config.seed, renderer, scorer.required_columns, config.environment)
+    source = PromptSource(config.data, config.seed, renderer, scorer.required_columns, config.environment, tolerant=True)
     episodes = open_episodes(config, workers, seed=config.seed)
     return Rollouts(
         config.rollout,

@@ -256,14 +256,50 @@ def test_a_filter_that_does_not_fit_is_refused(small, rollout, sentence):
         drumroll.train(small(rollout=rollout))
 
 
-def test_bad_rows_met_later_end_the_run_with_their_place(small, tmp_path):
-    """The fifth row lacks its answer; it is drawn while samples are being scored, to replace a filtered group."""
-    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(8)] + [{"prompt": "9+1="}]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    recipe = small(steps=50, rollout={"filter": "mean_band", "filter_args": {"low": 2, "high": 3}})
-    recipe["data"] = {"train": {"rows": {"source": str(tmp_path / "rows.jsonl")}}, "shuffle": False, "max_prompt_tokens": 16}
-    with pytest.raises(DataError, match="row 9 lacks the column 'answer'"):
+def test_a_bad_row_of_a_file_is_found_before_the_model_is_loaded(small, tmp_path):
+    """One row of 300 lacks its answer: told with its line, before anything else, and nothing is left behind."""
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(300)]
+    del rows[8]["answer"]
+    (tmp_path / "rows.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
+    recipe = small(model="./no-such-model")
+    recipe["data"] = {"train": {"rows": {"source": str(tmp_path / "rows.jsonl")}}, "max_prompt_tokens": 16}
+    found = r"row 9 lacks the column 'answer', which reward 'exact' needs; it has prompt. It is .*rows.jsonl:10; 1 of 300 rows"
+    with pytest.raises(DataError, match=found):
         drumroll.train(recipe)
+    assert not (tmp_path / "runs" / "small").exists()
+
+
+LATER = """
+def rows(split, seed):
+    number = 0
+    while True:
+        number += 1
+        good = {"prompt": f"{number % 9}+1=", "answer": number % 9 + 1, "completion": str(number % 9 + 1)}
+        yield {1: {"prompt": "9+1="}, 2: {"prompt": 5, "answer": 6}, 3: "no row"}.get(number % 7, good) if number > 2 else good
+"""
+
+
+def test_a_bad_row_met_later_is_its_own_samples_failure(small, mine):
+    """A generator's rows cannot be looked at before: three of seven are bad, and the run goes on."""
+    recipe = small(steps=3, eval={"sets": {}})
+    recipe["data"] = {"train": {"rows": {"source": f"{mine(LATER)}:rows"}}, "max_prompt_tokens": 16}
+    run = drumroll.train(recipe)
+    assert run.summary["steps"] == 3
+    texts = {s["failure"] for s in run.samples if s["fate"] == "failed"}
+    name = "BadRow in data: data.train.rows:"
+    assert f"{name} row 8 lacks the column 'answer', which reward 'exact' needs; it has prompt." in texts
+    assert f"{name} row 10 must be a mapping of columns to values, it is a str." in texts
+    assert sum(s["fate"] == "trained" for s in run.samples) == 3 * 16
+
+
+def test_supervised_training_skips_a_bad_row_met_later(small, mine):
+    recipe = small(pipeline="sft", batch=4, steps=2)
+    del recipe["rollout"], recipe["reward"], recipe["eval"]
+    recipe["data"] = {"train": {"rows": {"source": f"{mine(LATER)}:rows"}}, "max_prompt_tokens": 16}
+    progress = Hearing()
+    run = drumroll.train(recipe, progress=progress)
+    assert run.metrics[-1]["data/skipped"] == 4  # rows 3, 8, 9 and 10 of the first 12
+    assert len([text for text in progress.heard if text.startswith("a row is skipped: data.train.rows:")]) == 1
 
 
 def test_a_recipe_that_does_not_work_leaves_the_old_run_alone(small):

@@ -4,16 +4,20 @@ import itertools
 import json
 from collections import Counter
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drumroll.config import load
 from drumroll.config.data import DataConfig, DatasetConfig
 from drumroll.data.conversation import Conversation
 from drumroll.data.problems import TASKS, demonstrations
 from drumroll.data.render import Renderer
 from drumroll.data.rows import read
-from drumroll.data.source import PromptSource
+from drumroll.data.scan import scan
+from drumroll.data.source import PromptSource, no_columns
 from drumroll.errors import DataError
 from drumroll.models import tiny
 from drumroll.rollout.places import Places
@@ -220,3 +224,41 @@ def test_an_episode_that_cannot_be_imitated_is_named(tmp_path):
     drawn, reader = source(tmp_path, [{"prompt": "a", "completion": "b", "more": ["c"]}]).draw_with_reader()
     with pytest.raises(DataError, match="observed and answered in turn"):
         reader.answers(drawn)
+
+
+def scanned(path, **dataset):
+    recipe = {"data": {"train": {"rows": {"source": str(path), **dataset}}}, "reward": "exact"}
+    scan(load(recipe).config, lambda domain, played=False: [("answer", "reward 'exact'")])
+
+
+def test_all_rows_of_local_files_are_looked_at(tmp_path):
+    """Each kind of file, with the place of the first bad row and how many there are."""
+    good, bad = {"prompt": "a", "answer": "b"}, {"prompt": "a"}
+    table = [good, bad, good, bad]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "x.json").write_text(json.dumps(table))
+    (tmp_path / "x.csv").write_text("prompt,answer\na,b\na\na,b\na\n")
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "x.parquet")
+    for number in (1, 2):
+        pq.write_table(pa.Table.from_pylist([good] * number), folder / f"train-{number}.parquet")
+    for name in ("x.json", "x.csv", "x.parquet"):
+        with pytest.raises(DataError, match=rf"lacks the column 'answer'.*It is row 2 of .*{name}; 2 of 4 rows cannot be used"):
+            scanned(tmp_path / name)
+        scanned(tmp_path / name, limit=1)
+    scanned(folder)
+    pq.write_table(pa.Table.from_pylist([good, bad]), folder / "train-3.parquet")
+    with pytest.raises(DataError, match=r"row 5 lacks .*It is row 2 of .*train-3.parquet; 1 of 5 rows"):
+        scanned(folder)
+    (tmp_path / "x.jsonl").write_text('{"question": "a", "answer": "b"}\n\n{"answer": "b"}\n')
+    with pytest.raises(DataError, match=r"a row has no 'question'.*It is .*x.jsonl:3; 1 of 2 rows"):
+        scanned(tmp_path / "x.jsonl", columns={"prompt": "question"})
+
+
+def test_supervised_rows_need_their_completion(tmp_path):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"prompt": "a", "completion": "b"}, {"messages": chat}, {"prompt": "a", "answer": "b"}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = load({"pipeline": "sft", "data": {"train": {"rows": {"source": str(tmp_path / "x.jsonl")}}}}).config
+    with pytest.raises(DataError, match=r"lacks the column 'completion', which supervised training needs.*x.jsonl:3; 1 of 3"):
+        scan(config, no_columns)

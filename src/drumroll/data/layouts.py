@@ -13,7 +13,7 @@ from typing import Any
 
 from drumroll.config.data import DatasetConfig
 from drumroll.data.split import Row
-from drumroll.errors import DataError
+from drumroll.errors import BadRow
 
 Layout = Callable[[Row], Row]
 MISSING = object()
@@ -31,7 +31,7 @@ def arrange(name: str, config: DatasetConfig, row: Any) -> Any:
             row = row | {"domain": config.tags.get(value, value)}
     except LookupError as error:
         layout = "" if config.layout == "auto" else f" (layout: {config.layout})"
-        raise DataError(f"{name}: a row has no {error.args[0]}{layout}; it has {', '.join(sorted(map(str, row)))}.") from None
+        raise BadRow(f"{name}: a row has no {error.args[0]}{layout}; it has {', '.join(sorted(map(str, row)))}.") from None
     return row
 
 

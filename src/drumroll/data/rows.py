@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ SPLIT_WORDS = ("train", "test", "validation", "val", "dev", "eval", "held_out")
 class Table(Sequence[Row]):
     """Rows that are made when they are asked for, so that a large dataset stays in its columns, or on disk."""
 
-    def __init__(self, count: int, row: Callable[[int], Row]) -> None:
-        self.row, self._rows = row, count
+    def __init__(self, count: int, row: Callable[[int], Row], all_rows: Callable[[], Iterator[Row]] | None = None) -> None:
+        self.row, self._rows, self._all = row, count, all_rows
 
     @override
     def __len__(self) -> int:
@@ -39,6 +40,10 @@ class Table(Sequence[Row]):
         if not 0 <= index < self._rows:
             raise IndexError(index)
         return self.row(index)
+
+    @override
+    def __iter__(self) -> Iterator[Row]:
+        return self._all() if self._all is not None else map(self.row, range(self._rows))
 
 
 def read(name: str, config: DatasetConfig, seed: int) -> Sequence[Row] | Iterator[Row]:
@@ -56,22 +61,64 @@ def read(name: str, config: DatasetConfig, seed: int) -> Sequence[Row] | Iterato
     return map(ours, rows) if config.limit is None else _distinct(map(ours, rows), config.limit, config.prompt)
 
 
-def _open(name: str, config: DatasetConfig, seed: int) -> Sequence[Row] | Iterator[Row]:
-    source = config.source
+def is_local(config: DatasetConfig) -> bool:
+    """Whether a dataset is a file or a directory."""
+    return _kind(config.source) in (_read_file, _read_directory)
+
+
+def local_rows(name: str, config: DatasetConfig) -> Iterator[Row]:
+    """The rows of a local dataset as they stand in its files."""
+    rows = _open(name, config, 0)
+    assert isinstance(rows, Sequence), "files are finite"
+    if not rows:
+        raise DataError(f"{name}: {config.source} holds no rows.")
+    return islice(rows, config.limit)
+
+
+def place(name: str, config: DatasetConfig, index: int) -> str:
+    """Where a row of a local dataset stands: its file, and its line or row."""
+    path = Path(config.source).expanduser()
+    files = [path] if path.is_file() else _files(name, path, config.split)
+    for file in files:
+        rows = _read_file(name, file)
+        if index < len(rows):
+            if file.suffix != ".jsonl":
+                return f"row {index + 1} of {file}"
+            lines = [number for number, line in enumerate(file.read_bytes().split(b"\n"), 1) if line.strip()]
+            return f"{file}:{lines[index]}"
+        index -= len(rows)
+    return f"row {index + 1} of {path}"  # saved by `datasets`
+
+
+def _kind(source: str) -> Callable[..., Any]:
+    """What opens a source."""
     path = Path(source).expanduser()
     if source.startswith(HUB):
-        return _read_hub(name, source.removeprefix(HUB), config)
+        return _read_hub
     if source.startswith(GYM):
-        from drumroll.data.reasoning import problems
-
-        return problems(name, source.removeprefix(GYM), config.split, seed, config.args)
+        return _read_gym
     if path.is_dir():
-        return _read_directory(name, path, config.split)
+        return _read_directory
     if ":" in source and not path.exists():
-        return _call(name, config, seed)
+        return _call
     if not path.exists() and path.suffix not in SUFFIXES and source.count("/") == 1 and source[0] not in "./~":
-        return _read_hub(name, source, config)
-    return _read_file(name, path)
+        return _read_hub
+    return _read_file
+
+
+def _open(name: str, config: DatasetConfig, seed: int) -> Sequence[Row] | Iterator[Row]:
+    kind, path = _kind(config.source), Path(config.source).expanduser()
+    if kind is _read_hub:
+        return _read_hub(name, config.source.removeprefix(HUB), config)
+    if kind is _read_directory:
+        return _read_directory(name, path, config.split)
+    return _read_file(name, path) if kind is _read_file else kind(name, config, seed)
+
+
+def _read_gym(name: str, config: DatasetConfig, seed: int) -> Iterator[Row]:
+    from drumroll.data.reasoning import problems
+
+    return problems(name, config.source.removeprefix(GYM), config.split, seed, config.args)
 
 
 def _call(name: str, config: DatasetConfig, seed: int) -> list[Row] | Iterator[Row]:
@@ -126,20 +173,27 @@ def _read_hub(name: str, repo: str, config: DatasetConfig) -> Table:
 
 def _read_directory(name: str, path: Path, split: str) -> Sequence[Row]:
     """Rows of a dataset saved by `datasets`, or of all files of a split, in the order of their names."""
+    files = _files(name, path, split)
+    if not files:
+        return _read_saved(name, path if (path / "state.json").exists() else path / split)
+    if all(p.suffix == ".parquet" for p in files):
+        return _tables(name, path, [partial(_parquet, p) for p in files])
+    return [row for p in files for row in _read_file(name, p)]
+
+
+def _files(name: str, path: Path, split: str) -> list[Path]:
+    """The files of a split, in the order of their names; none for a dataset saved by `datasets`."""
     if (path / "dataset_dict.json").exists():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         if split not in splits:
             raise DataError(f"{name}: {path} has no split '{split}'; it has {', '.join(splits)}: set `split`.")
         path /= split
     if (path / "state.json").exists():
-        return _read_saved(name, path)
+        return []
     files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and not p.name.startswith((".", "dataset_info")))
     if not files:
         raise DataError(f"{name}: the directory {path} holds no {', '.join(SUFFIXES)} files.")
-    files = _of_split(name, path, files, split)
-    if all(p.suffix == ".parquet" for p in files):
-        return _tables(name, path, [partial(_parquet, p) for p in files])
-    return [row for p in files for row in _read_file(name, p)]
+    return _of_split(name, path, files, split)
 
 
 def _of_split(name: str, folder: Path, files: list[Path], split: str) -> list[Path]:
@@ -181,7 +235,11 @@ def _tables(name: str, path: Path, opened: list[Callable[[], Any]]) -> Table:
         table = pa.concat_tables([make() for make in opened], promote_options="permissive")
     except (ValueError, OSError, pa.ArrowException) as error:
         raise DataError(f"{name}: {path} could not be parsed: {error}.") from None
-    return Table(table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0])
+
+    def all_rows() -> Iterator[Row]:
+        return (row for batch in table.to_batches(max_chunksize=1000) for row in batch.to_pylist())
+
+    return Table(table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0], all_rows)
 
 
 # --- files ---

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from drumroll.data.conversation import Conversation
 from drumroll.data.render import Content, Renderer
 from drumroll.data.rows import read
 from drumroll.data.split import Row
-from drumroll.errors import DataError
+from drumroll.errors import BadRow, ConfigError, DataError
 from drumroll.sample import Owner, Prompt, Scene
 
 MORE = "more"
@@ -37,42 +38,32 @@ def no_columns(domain: str, *, played: bool = False) -> Sequence[tuple[str, str]
 
 
 @dataclass
-class Reader:
-    """Turns the rows of one dataset into prompts, checking each where it enters."""
+class RowCheck:
+    """What the rows of one dataset must have: a prompt, and the columns that rewards ask for."""
 
     name: str
     config: DatasetConfig
-    renderer: Renderer
     required: RequiredColumns
     environment: EnvironmentConfig = NONE
-    stream: str = ""
 
-    def prompt(self, row: Row, number: int) -> Prompt:
-        """One row as a prompt; a missing column is named with the row's place and the columns there are."""
+    def __call__(self, row: Row, number: int) -> tuple[str, Content, Row, Scene | None]:
+        """Return domain, prompt, columns and scene; a missing column is named with the row's place and the columns it has."""
         if not isinstance(row, dict):
-            raise DataError(
-                f"{self.name}: row {number + 1} must be a mapping of columns to values, it is a {type(row).__name__}."
-            )
+            raise BadRow(f"{self.name}: row {number + 1} must be a mapping of columns to values, it is a {type(row).__name__}.")
         scene = self._scene(row)
         own = row.get("environment") if scene is not None and self.config.environment is None else None
         domain = str(self.config.domain or row.get("domain") or own or self.name.rpartition(".")[2])
-        content, row = self._content(row)
+        content, row = self._content(row, number)
         if scene is not None and content is None:
             content = f"{scene.use} {json.dumps(row, sort_keys=True, default=str)}"
         wanted = [(self.config.prompt, "the prompt")] if content is None else []
         required = self.required(domain) if scene is None else self.required(domain, played=True)
-        missing = [*wanted, *((c, who) for c, who in required if c not in row)]
+        missing = [*wanted, *((c, who) for c, who in required if row.get(c) is None)]
         if missing or content is None:
             column, who = missing[0]
-            raise DataError(
-                f"{self.name}: row {number + 1} lacks the column '{column}', which {who} needs; it has {', '.join(sorted(row))}."
-            )
-        if scene is not None:
-            return Prompt(Prompt.stable_id([domain, content, row]), domain, content, (), row, self.stream, scene)
-        tokens = self.renderer.prompt(content, chat=self.config.chat, system=self.config.system)
-        if not tokens:
-            raise DataError(f"{self.name}: row {number + 1} has an empty prompt.")
-        return Prompt(Prompt.stable_id([domain, content]), domain, content, tokens, row, self.stream)
+            has = ", ".join(sorted(str(c) for c, value in row.items() if value is not None))
+            raise BadRow(f"{self.name}: row {number + 1} lacks the column '{column}', which {who} needs; it has {has}.")
+        return domain, content, row, scene
 
     def _scene(self, row: Row) -> Scene | None:
         """The environment that a row is played in, if any."""
@@ -86,25 +77,56 @@ class Reader:
             args = default.args if use == default.use else {}
         return Scene(str(use), args, config.chat, config.system)
 
-    def _content(self, row: Row) -> tuple[Content | None, Row]:
+    def _content(self, row: Row, number: int) -> tuple[Content | None, Row]:
         """The prompt of a row. A conversation that ends with the assistant's turn gives that turn as the completion."""
         content = row.get(self.config.prompt, row.get("messages"))
         if content is None or isinstance(content, str):
             return content, row
         if not isinstance(content, Sequence) or not all(isinstance(turn, dict) and "role" in turn for turn in content):
-            raise DataError(
-                f"{self.name}: a prompt is a text or a list of messages with role and content, got {content!r:.80}."
+            raise BadRow(
+                f"{self.name}: in row {number + 1} the prompt must be a text or a list of messages with role and content, "
+                f"got {content!r:.80}."
             )
         turns = tuple(content)
         if turns and turns[-1].get("role") == "assistant":
             return turns[:-1], {**row, self.config.completion: turns[-1]["content"]}
         return turns, row
 
+
+@dataclass
+class Reader:
+    """Turns the rows of one dataset into prompts, checking each where it enters."""
+
+    name: str
+    config: DatasetConfig
+    renderer: Renderer
+    required: RequiredColumns
+    environment: EnvironmentConfig = NONE
+    stream: str = ""
+
+    def __post_init__(self) -> None:
+        self.check = RowCheck(self.name, self.config, self.required, self.environment)
+
+    def prompt(self, row: Row, number: int) -> Prompt:
+        """One row as a prompt."""
+        domain, content, row, scene = self.check(row, number)
+        if scene is not None:
+            return Prompt(Prompt.stable_id([domain, content, row]), domain, content, (), row, self.stream, scene)
+        tokens = self.renderer.prompt(content, chat=self.config.chat, system=self.config.system)
+        if not tokens:
+            raise BadRow(f"{self.name}: row {number + 1} has an empty prompt.")
+        return Prompt(Prompt.stable_id([domain, content]), domain, content, tokens, row, self.stream)
+
+    def defective(self, number: int, error: Exception) -> Prompt:
+        """Stands for a row that cannot be used."""
+        domain = self.config.domain or self.name.rpartition(".")[2]
+        return Prompt(Prompt.stable_id([self.name, number]), domain, "", (), {}, self.stream, defect=str(error))
+
     def answer(self, prompt: Prompt) -> list[int]:
         """Tokens of the answer to imitate."""
         completion = prompt.columns.get(self.config.completion)
         if not isinstance(completion, str):
-            raise DataError(
+            raise BadRow(
                 f"{self.name}: a row has no text in its column '{self.config.completion}' to imitate; "
                 f"it has {', '.join(sorted(prompt.columns))}."
             )
@@ -116,9 +138,7 @@ class Reader:
         if more is None:
             return [(Owner.POLICY, answer)]
         if not isinstance(more, list) or len(more) % 2 or not all(isinstance(text, str) for text in more):
-            raise DataError(
-                f"{self.name}: the column '{MORE}' must list texts, observed and answered in turn, got {more!r:.80}."
-            )
+            raise BadRow(f"{self.name}: the column '{MORE}' must list texts, observed and answered in turn, got {more!r:.80}.")
         said = str(prompt.columns[self.config.completion])
         first = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
         talk = Conversation(self.renderer, first, chat=self.config.chat, system=self.config.system)
@@ -140,6 +160,8 @@ class _Stream:
     share: float
     shuffle_seed: str | None
     taken: int = 0
+    sound: bool = False
+    """Whether a row was usable before: a dataset whose first row is not is a mistake of the recipe."""
     _order: list[int] = field(default_factory=list)
     _epoch: int = -1
 
@@ -180,8 +202,12 @@ class PromptSource:
         renderer: Renderer,
         required: RequiredColumns = no_columns,
         environment: EnvironmentConfig = NONE,
+        *,
+        tolerant: bool = False,
     ) -> None:
+        """`tolerant` gives an unusable row as a prompt with a `defect` instead of raising, once its dataset has had a usable one."""
         self.config = config
+        self.tolerant = tolerant
         self.overlong = 0
         self._draws = 0
         mixture = config.mixture or dict.fromkeys(config.train, 1.0)
@@ -211,12 +237,24 @@ class PromptSource:
         self._drawn[chosen] += 1
         stream = self._streams[chosen]
         for _ in range(1000):
-            prompt = self._fit(stream.reader.prompt(*stream.next()), stream.reader.name)
+            prompt = self._fit(self._read(stream), stream.reader.name)
             if prompt is not None:
                 return prompt, stream.reader
         raise DataError(
             f"{stream.reader.name}: 1000 prompts in a row are longer than data.max_prompt_tokens={self.config.max_prompt_tokens}."
         )
+
+    def _read(self, stream: _Stream) -> Prompt:
+        number = stream.taken
+        try:
+            row, number = stream.next()
+            prompt = stream.reader.prompt(row, number)
+        except (BadRow, ConfigError) as error:  # a domain without a reward is a ConfigError
+            if not (self.tolerant and stream.sound):
+                raise
+            return stream.reader.defective(number, error)
+        stream.sound = True
+        return prompt
 
     def _fit(self, prompt: Prompt, name: str) -> Prompt | None:
         limit, length = self.config.max_prompt_tokens, len(prompt.tokens)
@@ -255,8 +293,10 @@ class PromptSource:
         self._draws, self._drawn, self.overlong = state["draws"], list(state["drawn"]), state["overlong"]
         for stream in self._streams:
             taken = state["taken"].get(stream.reader.name, 0)
+            stream.sound = taken > 0
             if isinstance(stream.rows, Sequence):
                 stream.taken = taken
             else:
                 while stream.taken < taken:
-                    stream.next()
+                    with suppress(BadRow):
+                        stream.next()

@@ -19,9 +19,11 @@ from rich.text import Text
 from drumroll.cluster.workers import open_workers
 from drumroll.config import RLConfig
 from drumroll.data.render import Renderer
+from drumroll.data.scan import scan
 from drumroll.data.source import PromptSource
 from drumroll.engines import Sampling
-from drumroll.rewards import Scorer
+from drumroll.registry import search
+from drumroll.rewards import Rewards, Scorer
 from drumroll.rollout.evaluation import Evaluator
 from drumroll.sample import Failure, Prompt, Sample, StopReason
 from drumroll.stages import decoder, open_episodes, open_scorer, speller
@@ -87,6 +89,8 @@ class Preflight:
 
 async def preflight(config: RLConfig) -> Preflight:
     """Open everything as training would, and look."""
+    search(config.import_from)
+    scan(config, Rewards(config.rewards()).required_columns)
     workers = await open_workers(config)
     try:
         scorer = open_scorer(config, workers, config.rollout)

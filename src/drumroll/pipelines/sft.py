@@ -6,7 +6,8 @@ a teacher's demonstrations (`drumroll.data.problems:demonstrations` is a systema
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from drumroll import stages
@@ -16,30 +17,34 @@ from drumroll.batch import Batch, pack
 from drumroll.config import SFTConfig
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
+from drumroll.errors import BadRow, DataError
 from drumroll.learners import Update
-from drumroll.sample import Group, Owner, Sample, Trace
+from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 from drumroll.session import Session
 
 ONLY_RL = ("train/mismatch", "train/kl")
 
 
 class Demonstrations:
-    """Draws batches of prompts with their answers."""
+    """Draws batches of prompts with their answers. A row that cannot be used is skipped, counted and told once a dataset."""
 
-    def __init__(self, config: SFTConfig, renderer: Renderer) -> None:
+    def __init__(self, config: SFTConfig, renderer: Renderer, notice: Callable[[str], None] = lambda text: None) -> None:
         self.config = config
-        self.source = PromptSource(config.data, config.seed, renderer)
+        self.source = PromptSource(config.data, config.seed, renderer, tolerant=True)
+        self.skipped: Counter[str] = Counter()
+        self._notice = notice
+        self._sound = False
 
     def batch(self) -> Batch:
         """The next rows, packed."""
         return pack([self._demonstration(index) for index in range(self.config.batch)])
 
     def _demonstration(self, index: int) -> Group:
-        prompt, reader = self.source.draw_with_reader()
+        prompt, answers = self._draw()
         trace, told = Trace(), list(prompt.tokens)
         longest = max(self.config.max_tokens, len(told) + 1)
         first = 1 if self.config.observations else len(told)  # nothing comes before the first token
-        pieces = ((Owner.PROMPT, told[:first]), (Owner.PROMPT, told[first:]), *reader.answers(prompt))
+        pieces = ((Owner.PROMPT, told[:first]), (Owner.PROMPT, told[first:]), *answers)
         for number, (owner, piece) in enumerate(pieces):
             tokens = piece[: longest - len(trace.tokens)]
             if owner is Owner.POLICY or (self.config.observations and number):
@@ -48,6 +53,24 @@ class Demonstrations:
                 trace.extend(tokens, owner)
         return Group(prompt, index, [Sample(prompt, index, 0, traces=[trace], reward=0.0)])
 
+    def _draw(self) -> tuple[Prompt, list[tuple[Owner, list[int]]]]:
+        """The next usable row; the first must be one, and so must one of a thousand."""
+        for _ in range(1000):
+            prompt, reader = self.source.draw_with_reader()
+            defect = prompt.defect
+            try:
+                if not defect:
+                    answers, self._sound = reader.answers(prompt), True
+                    return prompt, answers
+            except BadRow as error:
+                if not self._sound:
+                    raise
+                defect = str(error)
+            if not self.skipped[reader.name]:
+                self._notice(f"a row is skipped: {defect}")
+            self.skipped[reader.name] += 1
+        raise DataError(f"{reader.name}: 1000 rows in a row cannot be used; the last: {defect}")
+
     def state(self) -> dict[str, Any]:
         """The place in the row order."""
         return self.source.state()
@@ -55,12 +78,13 @@ class Demonstrations:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Return to a place in the row order."""
         self.source.restore(state)
+        self._sound = True
 
 
 async def train(session: Session, config: SFTConfig) -> None:
     """Imitate batch after batch; until the steps are done."""
     workers = session.workers
-    demonstrations = Demonstrations(config, Renderer(workers.tokenizer))
+    demonstrations = Demonstrations(config, Renderer(workers.tokenizer), session.progress.notice)
     session.watch(demonstrations=demonstrations)
 
     await session.start()
@@ -71,5 +95,6 @@ async def train(session: Session, config: SFTConfig) -> None:
             metrics = await stages.train(workers.actor, workers.actor.put(Update(batch, SFTLoss(), token_mean)))
         async with session.stage("publish"):
             await workers.publish(session.step + 1)
-        await session.commit({k: v for k, v in metrics.items() if k not in ONLY_RL})
+        skipped = {"data/skipped": float(demonstrations.skipped.total())} if demonstrations.skipped else {}
+        await session.commit({k: v for k, v in metrics.items() if k not in ONLY_RL} | skipped)
     await session.finish()

@@ -230,40 +230,26 @@ class Trial:
             self._changed.clear()
 
 
-class Scorer:
-    """Scores samples with the rewards of their domain."""
+class Rewards:
+    """The rewards of each domain, bound to their functions; scores nothing."""
 
-    def __init__(
-        self,
-        by_domain: Mapping[str, Sequence[RewardConfig]],
-        timeout: float = 30.0,
-        pool: Pool | None = None,
-        judge: Ask | None = None,
-        reward_model: Rate | None = None,
-        sandbox: SandboxConfig | None = None,
-        notify: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    def __init__(self, by_domain: Mapping[str, Sequence[RewardConfig]]) -> None:
         for name in BUILT_IN:
             import_module(f"drumroll.rewards.{name}")
-        self.timeout = timeout
-        self.notify = notify
-        self._trials: dict[RewardFunction, Trial] = {}
-        self.pool = pool or KillablePool(2)
         self._rewards = {domain: [Reward.bind(c) for c in configs] for domain, configs in by_domain.items()}
-        for role, there in (("judge", judge), ("reward_model", reward_model)):
+
+    def _asking(self, service: str) -> list[str]:
+        """The rewards that take a service."""
+        return [r.name for rewards in self._rewards.values() for r in rewards if service in r.arguments]
+
+    def check_roles(self, **roles: Any) -> None:
+        """Refuse a reward that asks a model of a role that is None."""
+        for role, there in roles.items():
             if there is None and (asking := self._asking(role)):
                 raise ConfigError(
                     f"reward '{asking[0]}' asks a {role.replace('_', ' ')}, but there is none: "
                     f"name one under roles.{role} (model: ...)."
                 )
-        self.sandbox: Sandbox | None = (
-            open_sandbox(sandbox or SandboxConfig(), self.pool.struck) if self._asking("sandbox") else None
-        )
-        self._services = {"judge": judge, "reward_model": reward_model, "sandbox": self.sandbox}
-
-    def _asking(self, service: str) -> list[str]:
-        """The rewards that take a service."""
-        return [r.name for rewards in self._rewards.values() for r in rewards if service in r.arguments]
 
     def rewards(self, domain: str, *, played: bool = False) -> list[Reward]:
         """The rewards of a domain, or those for all. One that is `played` in an environment needs no others."""
@@ -277,6 +263,31 @@ class Scorer:
     def required_columns(self, domain: str, *, played: bool = False) -> list[tuple[str, str]]:
         """(column, reward that asks for it) of a domain's rows."""
         return [(column, f"reward '{r.name}'") for r in self.rewards(domain, played=played) for column in r.columns]
+
+
+class Scorer(Rewards):
+    """Scores samples with the rewards of their domain."""
+
+    def __init__(
+        self,
+        by_domain: Mapping[str, Sequence[RewardConfig]],
+        timeout: float = 30.0,
+        pool: Pool | None = None,
+        judge: Ask | None = None,
+        reward_model: Rate | None = None,
+        sandbox: SandboxConfig | None = None,
+        notify: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        super().__init__(by_domain)
+        self.timeout = timeout
+        self.notify = notify
+        self._trials: dict[RewardFunction, Trial] = {}
+        self.pool = pool or KillablePool(2)
+        self.check_roles(judge=judge, reward_model=reward_model)
+        self.sandbox: Sandbox | None = (
+            open_sandbox(sandbox or SandboxConfig(), self.pool.struck) if self._asking("sandbox") else None
+        )
+        self._services = {"judge": judge, "reward_model": reward_model, "sandbox": self.sandbox}
 
     async def score(self, sample: Sample) -> None:
         """Fill in the sample's reward, or its failure. What an environment gave counts in full."""

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Completion, Request, Sampling
 from drumroll.engines.continuation import Continuation
-from drumroll.errors import RolloutError, being_cancelled, user_frames
+from drumroll.errors import BadRow, RolloutError, being_cancelled, user_frames
 from drumroll.rollout.filters import Filter, find_filter
 from drumroll.rollout.lifecycle import DrawEvent, Event, Listener, SampleFailed, Stage, legal
 from drumroll.rollout.places import Places
@@ -344,6 +344,8 @@ class Rollouts:
     async def _live(self, flight: _Flight, sample: Sample) -> None:
         """From queued to scored or failed. An abort gives the sample its fate and then cancels this task."""
         try:
+            if sample.prompt.defect:
+                raise SampleFailed(Failure(BadRow.__name__, "data", sample.prompt.defect))
             await self._episode(flight, sample)
             await self._score(sample)
         except SampleFailed as failed:
