@@ -23,7 +23,7 @@ SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 2048, "bos_token_
 LLAMA = hf.LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
 """Its frequencies rounded to bfloat16 would turn keys at distance 1,000 by up to a radian."""
 DEEPSEEK = hf.DeepseekV3Config(
-    **SIZES,
+    **SIZES | {"num_key_value_heads": 2},
     **{"moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
     first_k_dense_replace=1,

@@ -50,7 +50,7 @@ def ours(model, batch):
     logprobs, entropy = learner._forward(batch, 0.7, entropy_gradient=True)
     weights = shares(batch)
     (logprobs * weights[0] + entropy * weights[1]).sum().backward()
-    return torch.cat([p.grad.flatten() for p in model.module.parameters()])
+    return torch.cat([p.grad.flatten() for p in learner.master])
 
 
 def plain(model, batch):

@@ -28,7 +28,7 @@ from drumroll.learners import Metrics, Update
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.totals import Totals
 from drumroll.models.adapters import save_model, without_adapters
-from drumroll.models.head import Head
+from drumroll.models.head import score
 from drumroll.models.loading import LoadedModel
 from drumroll.models.paths import Paths
 
@@ -102,14 +102,10 @@ class TorchLearner:
     def _forward(self, micro: Batch, temperature: float, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies at the trained tokens of a micro-batch."""
         tree = micro.tree()
-        layout = Paths(tree.paths, self.device)
-        module = self.model.module
-        out = module.base_model(
-            input_ids=tree.tokens.to(self.device)[None], position_ids=layout.positions(), use_cache=False, layout=layout
-        )
         before = tree.node_of[micro.mask.nonzero()[:, 0] - 1].to(self.device)
-        hidden, chosen = out.last_hidden_state[0].index_select(0, before), micro.tokens[micro.mask].to(self.device)
-        return Head(module, type(out))(hidden, chosen, temperature, entropy_gradient=entropy_gradient)
+        tokens, chosen = tree.tokens.to(self.device), micro.tokens[micro.mask].to(self.device)
+        layout = Paths(tree.paths, self.device)
+        return score(self.model.module, tokens, layout, before, chosen, temperature, entropy_gradient=entropy_gradient)
 
     # --- the update ---
 

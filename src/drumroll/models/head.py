@@ -56,6 +56,15 @@ class Head:
         return logprobs, entropy
 
 
+def score(
+    module: Any, tokens: Tensor, layout: Any, before: Tensor, chosen: Tensor, temperature: float, *, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of chosen tokens, each after the node before it. `layout` says what the nodes attend to."""
+    out = module.base_model(input_ids=tokens[None], position_ids=layout.positions(), use_cache=False, layout=layout)
+    hidden = out.last_hidden_state[0].index_select(0, before)
+    return Head(module, type(out))(hidden, chosen, temperature, entropy_gradient=entropy_gradient)
+
+
 def _score(logits: Tensor, chosen: Tensor, temperature: float, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     distribution = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
     logprobs = distribution.gather(1, chosen[:, None])[:, 0]

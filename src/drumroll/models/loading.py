@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drumroll.errors import ConfigError, ModelError, did_you_mean
-from drumroll.models import attention, tiny
+from drumroll.models import attention, tiny, witness
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -42,7 +42,7 @@ def pick_device(device: str) -> torch.device:
 def load(
     name: str, *, dtype: str = "float32", device: str = "cpu", seed: int = 0, recompute_activations: bool = False
 ) -> LoadedModel:
-    """Load a model and put it under drumroll's attention.
+    """Load a model and put it under drumroll's attention, which is proven to compute what transformers computes.
 
     `dtype` is the type of its parameters; transformers keeps some tensors in float32, rotary frequencies among them.
     """
@@ -54,6 +54,7 @@ def load(
             parameter.data = parameter.data.to(DTYPES[dtype])
     else:
         module, tokenizer = _from_pretrained(str(tiny.SHIPPED) if name == "tiny" else name, DTYPES[dtype])
+    witness.prove(module)
     module = module.to(device=pick_device(device))
     module.set_attn_implementation(attention.NAME)
     module.eval()
@@ -158,14 +159,9 @@ def _eos(generation: Any, tokenizer: Any) -> frozenset[int]:
 def kv_shapes(module: Any) -> list[tuple[int, int]]:
     """(kv heads, head dim) of every attention layer, seen by passing one token through the model.
 
-    A model whose layers do not all attend through our function, or attend in a way it does not know, is refused.
+    `witness` has proven the attention itself; the native engine also needs keys and values of every layer, of one size.
     """
     config = module.config.get_text_config()
-    for name in ("attn_logit_softcapping", "use_bidirectional_attention", "alibi"):
-        if getattr(config, name, None):
-            raise ModelError(f"model: type '{config.model_type}' with {name} is not supported by the native engine.")
-    if any(name.endswith(".sinks") for name, _ in module.named_parameters()):
-        raise ModelError(f"model: type '{config.model_type}' has attention sinks, which the native engine does not support.")
     seen = _Seen()
     token = torch.zeros(1, 1, dtype=torch.int64, device=next(module.parameters()).device)
     with torch.no_grad():
@@ -173,7 +169,8 @@ def kv_shapes(module: Any) -> list[tuple[int, int]]:
     if sorted(seen.shapes) != list(range(config.num_hidden_layers)):
         raise ModelError(
             f"model: of the {config.num_hidden_layers} layers of type '{config.model_type}' only {len(seen.shapes)} attend "
-            f"through transformers' attention interface, so the native engine cannot keep their keys and values."
+            f"through transformers' attention interface, so the native engine cannot keep their keys and values; "
+            "use roles.rollout.backend: vllm."
         )
     return [seen.shapes[layer] for layer in sorted(seen.shapes)]
 
@@ -186,7 +183,10 @@ class _Seen:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         if k.shape != v.shape:
-            raise ModelError("model: keys and values of different size are not supported by the native engine.")
+            raise ModelError(
+                f"model: keys of size {k.shape[-1]} and values of size {v.shape[-1]} are not supported by the native engine; "
+                "use roles.rollout.backend: vllm."
+            )
         self.shapes[layer] = (k.shape[1], k.shape[2])
         return torch.zeros_like(q)
 
