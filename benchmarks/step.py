@@ -4,8 +4,9 @@ python benchmarks/step.py [recipe.yaml] [key=value ...]    seconds and tokens pe
 python benchmarks/step.py --peer trl [--dtype float32] [--variants float32,autocast,bfloat16] [--rounds 3] [--ours all]
 
 Against TRL: 8 prompts × 8 samples of up to 64 tokens, one update, the same model and prompts. We and a variant of TRL take
-turns, a step each, in processes of their own. We run twice: with a reward that differs within every group, so that all are
-trained (`all`), and with the task's own, where groups of equal rewards are skipped (`skipping`; it changes no gradient).
+turns, a step each, in processes of their own. All do the same work: the rows of a step have fixed lengths, whatever the model
+writes. We run twice: with rewards that differ within every group, so that all are trained (`all`), and with rewards that are
+equal in 4 of the 8 groups, as TRL has them, where those groups are skipped (`skipping`; it changes no gradient).
 A first step of each does not count, except with `--rounds 0`, where it is the only one: a CPU that only emulates bfloat16
 needs a quarter of an hour for a step of TRL.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from contest import ROOT, Contestant, installed
-from figures import figure, gemm_gflops, natural_dtype
+from figures import figure, limit_gflops, natural_dtype
 
 import drumroll
 from drumroll.data.problems import questions
@@ -31,18 +33,21 @@ from drumroll.models.loading import load, load_tokenizer
 from drumroll.models.smollm2 import DEFAULT
 
 QUICKSTART = ROOT / "recipes" / "quickstart" / "recipe.yaml"
-OURS = {"all": ["reward={use: length, args: {target: 1000}}"], "skipping": []}
+DIFFER = {"use": "length", "args": {"target": 1000}}  # rows of a group have different lengths
+OURS = {"all": [f"reward={json.dumps(DIFFER)}"], "skipping": []}
+LENGTHS = random.Random(0).choices(range(20, 65), k=64)
+"""Tokens of each row of a step."""
 OPERATIONS = 8  # per parameter and token: two to decode it, six to train on it
 
 
 def alone(recipe: str, overrides: list[str]) -> None:
     """Train a few steps; report the median step after the first two."""
+    limit = limit_gflops()
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"output={folder}", "eval={sets: {}}", "checkpoint.every=0"]
         run = drumroll.train(recipe, ["steps=14", *overrides, *fixed])
         steps = run.metrics[3:]
         parameters = sum(p.numel() for p in load(run.config.model).module.parameters())
-    limit = gemm_gflops()
     seconds = statistics.median(m["time/step"] for m in steps)
     tokens = statistics.median(m["rollout/tokens"] for m in steps)
     facts = {"recipe": Path(recipe).parent.name, "repeats": len(steps), "gemm_gflops": round(limit, 1)}
@@ -56,11 +61,12 @@ def prompts(folder: Path, model: Path) -> Path:
     tokenizer = load_tokenizer(str(model))
     path, rows = folder / "prompts.jsonl", questions("train", 0, terms=2, top=12)
     with path.open("w") as file:
-        for _ in range(2048):
+        for number in range(2048):
             row = next(rows)
             chat = [{"role": "user", "content": row["prompt"]}]
             text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            file.write(json.dumps({"prompt": text, "answer": row["answer"]}) + "\n")
+            domain = ("equal", "differ")[number % 2]
+            file.write(json.dumps({"prompt": text, "answer": "never written", "domain": domain}) + "\n")
     return path
 
 
@@ -73,10 +79,10 @@ def recipe(folder: Path, model: Path, data: Path, dtype: str) -> Path:
                 "name": "step",
                 "model": str(model),
                 "steps": 1000,
-                "data": {"train": {"sums": {"source": str(data), "chat": False}}},
+                "data": {"train": {"sums": {"source": str(data), "chat": False}}, "shuffle": False},
                 "rollout": {"prompts": 8, "samples": 8, "max_tokens": 64},
                 "roles": {"actor": {"dtype": dtype}, "rollout": {"slots": 64}},
-                "reward": "number",
+                "reward": {"equal": "exact", "differ": DIFFER},
                 "optim": {"lr": 1e-6, "micro_tokens": 512},
                 "checkpoint": {"every": 0},
             }
@@ -90,12 +96,12 @@ def contest(dtype: str, ours: list[str], variants: list[str], rounds: int, model
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         data = prompts(folder, model)
-        own = str(recipe(folder, model, data, dtype))
+        own, lengths = str(recipe(folder, model, data, dtype)), json.dumps(LENGTHS)
         found: dict[str, list[dict[str, Any]]] = {}
         for name, variant in product(ours, variants):
             players = {
-                name: Contestant("ours_step.py", own, *OURS[name]),
-                f"trl {variant}": Contestant("trl_step.py", str(model), variant, str(data), environment="trl"),
+                name: Contestant("ours_step.py", own, lengths, *OURS[name]),
+                f"trl {variant}": Contestant("trl_step.py", str(model), variant, str(data), lengths, environment="trl"),
             }
             for turn in range(rounds + 1):
                 for player, contestant in players.items():
@@ -129,6 +135,9 @@ def report(found: dict[str, list[dict[str, Any]]], ours: list[str], variants: li
         "gb": gigabytes,
         "threads": CORES.default,
     }
+    for name in ours:
+        skipped = statistics.mean(r["skipped"] for r in found[name])
+        figure(f"step/{name}/skipped", skipped, "of groups", lengths=lengths[name])
     for name, variant in product(ours, variants):
         figure(f"step/{name}/ratio_trl_{variant}", seconds(f"trl {variant}") / seconds(name), "x", **facts)
         figure(f"step/{name}/memory_ratio_trl_{variant}", memory(name) / memory(f"trl {variant}"), "x")

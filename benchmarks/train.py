@@ -3,7 +3,8 @@
 python benchmarks/train.py [--dtype float32] [--variants float32] [--rounds 3]
 
 8 groups of 8 completions of 20 to 64 tokens, written beforehand; every group is trained, one optimizer step. TRL's
-trainer is given the completions instead of generating them, so that its step is scoring, packing, and the update.
+trainer is given the completions instead of generating them, so that its step is scoring, packing, and the update. The
+fraction of the limit counts the tokens that we computed; those of shared prompts that we did not are `train/saved`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+from arithmetic import Shape, trained
 from contest import Contestant, installed
-from figures import figure, gemm_gflops, natural_dtype
+from figures import figure, fraction, limit_gflops, natural_dtype
 
 from drumroll.algorithms import Algorithm
 from drumroll.batch import Batch, pack
@@ -34,6 +35,7 @@ from drumroll.models.smollm2 import DEFAULT
 from drumroll.sample import Group, Owner, Prompt, Sample, StopReason, Trace
 
 GROUPS, SIZE, LONGEST = 8, 8, 64
+MICRO = 2048
 
 
 def rollouts(model: LoadedModel) -> list[dict[str, Any]]:
@@ -74,10 +76,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", type=Path, default=DEFAULT)
     given = parser.parse_args()
+    limit = limit_gflops(given.dtype)
     model = load(str(given.model), dtype=given.dtype)
     groups = rollouts(model)
     packed = batch(groups)
-    learner = TorchLearner(model, OptimConfig(lr=1e-6, micro_tokens=2048), total_steps=1000)
+    learner = TorchLearner(model, OptimConfig(lr=1e-6, micro_tokens=MICRO), total_steps=1000)
     algorithm = Algorithm(AlgorithmConfig(recipe="grpo"), single_update=True, longest=LONGEST)
     work = Update(algorithm.advantages(packed), algorithm.loss, algorithm.aggregate, 1.0)
     names = given.variants.split(",") if installed("trl") else []
@@ -97,18 +100,11 @@ def main() -> None:
         for peer in peers.values():
             peer.close()
     middle = {name: statistics.median(each) for name, each in found.items()}
-    limit = gemm_gflops(getattr(torch, given.dtype))
-    parameters = sum(p.numel() for p in model.module.parameters())
-    tokens = len(packed.tokens)
-    rate = tokens / middle["ours"]
-    facts: dict[str, Any] = {
-        "dtype": given.dtype,
-        "threads": CORES.default,
-        "tokens": tokens,
-        "gemm_gflops": round(limit, 1),
-    }
-    figure("train/tokens_per_s", rate, "tokens/s", **facts, computed=len(packed.tree().tokens))
-    figure("train/fraction_of_limit", rate * 6e-9 * parameters / limit, "of limit", **facts)
+    done = trained(Shape.of(model.module), work.batch, MICRO)
+    facts: dict[str, Any] = {"dtype": given.dtype, "threads": CORES.default, "tokens": done.given, "computed": done.computed}
+    figure("train/tokens_per_s", done.given / middle["ours"], "tokens/s", **facts)
+    figure("train/saved", done.saved, "of tokens", **facts)
+    fraction("train/fraction_of_limit", done.operations, middle["ours"], limit, **facts)
     if names:
         quickest = min(names, key=lambda name: middle[name])
         raw = {name: [round(s, 2) for s in each] for name, each in found.items()}

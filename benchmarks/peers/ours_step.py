@@ -1,10 +1,14 @@
 """Our own training, a step per job, for benchmarks/step.py.
 
-python ours_step.py RECIPE [key=value ...]
+python ours_step.py RECIPE LENGTHS [key=value ...]
+
+LENGTHS is a list of JSON: the tokens of each row of a step, in draw order, whatever the model writes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import tempfile
 import time
@@ -14,6 +18,8 @@ from lines import answer, jobs
 from typing_extensions import override
 
 import drumroll
+from drumroll.engines import Completion, Request
+from drumroll.engines.native import NativeEngine
 from drumroll.observe.progress import Quiet
 
 Metrics = Mapping[str, float]
@@ -35,7 +41,7 @@ class Turns(Quiet):
     def committed(self, step: int, metrics: Metrics) -> None:
         seconds = time.perf_counter() - self.began
         stages = {name: metrics[f"time/{name}"] for name in ("rollout", "infer", "train", "publish")}
-        answer(seconds=seconds, mean_length=metrics["rollout/length"], stages=stages)
+        answer(seconds=seconds, mean_length=metrics["rollout/length"], stages=stages, skipped=metrics["rollout/zero_variance"])
         self._wait()
 
     def _wait(self) -> None:
@@ -43,8 +49,22 @@ class Turns(Quiet):
         self.began = time.perf_counter()
 
 
-def main(recipe: str, *overrides: str) -> None:
+def record(lengths: list[int]) -> None:
+    """Make every engine of this process write so many tokens in each row, past ends of sequence."""
+    generate = NativeEngine.generate
+
+    async def recorded(self: NativeEngine, request: Request) -> Completion:
+        if self.model.eos:
+            self.model = dataclasses.replace(self.model, eos=frozenset())
+        sampling = dataclasses.replace(request.sampling, max_tokens=lengths[request.place % len(lengths)])
+        return await generate(self, dataclasses.replace(request, sampling=sampling))
+
+    NativeEngine.generate = recorded  # type: ignore[method-assign]
+
+
+def main(recipe: str, lengths: str, *overrides: str) -> None:
     """Train for as long as jobs come."""
+    record(json.loads(lengths))
     with tempfile.TemporaryDirectory() as folder:
         drumroll.train(recipe, [*overrides, f"output={folder}"], progress=Turns())
 

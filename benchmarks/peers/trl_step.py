@@ -1,16 +1,16 @@
 """TRL's GRPOTrainer, a step per job, for benchmarks/step.py. Run by the Python of `.bench/trl`.
 
-python trl_step.py MODEL VARIANT PROMPTS [saved]
+python trl_step.py MODEL VARIANT PROMPTS LENGTHS
 
 VARIANT: `float32`, `bfloat16` (weights and all), or `autocast` (float32 weights, bfloat16 products). PROMPTS is a file of
-rows {"prompt": ..., "answer": ...}, a line of JSON each; eight a step, eight samples each, up to 64 tokens, one update. With `saved` a row also has
-`prompt_ids` and `completions`, and nothing is generated.
+rows {"prompt": ..., "domain": ...}, a line of JSON each; eight a step in their order, eight samples each, one update. LENGTHS
+is a list of JSON, the tokens of each of the 64 samples, whatever the model writes; or `saved`: a row then also has `prompt_ids` and
+`completions`, and nothing is generated.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
 import time
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from lines import answer, jobs
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from typing_extensions import override
 
@@ -45,10 +45,27 @@ class Turns(TrainerCallback):
             answer(seconds=time.perf_counter() - self.began, mean_length=mean)
 
 
-def number(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """1 when the last number is the answer."""
-    found = [re.findall(r"-?\d+", text) for text in completions]
-    return [float(bool(f) and f[-1] == wanted) for f, wanted in zip(found, answer, strict=True)]
+class Recorded(StoppingCriteria):
+    """Ends each row at its length. The padding after it is the end of sequence, which TRL counts: a row ends one token before."""
+
+    def __init__(self, width: int, lengths: list[int]) -> None:
+        self.ends = torch.tensor([width + n - (n < max(lengths)) for n in lengths])
+
+    @override
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        return input_ids.shape[1] >= self.ends
+
+
+def record(model: Any, lengths: list[int]) -> None:
+    """Make the model write so many tokens in each row; `min_new_tokens` keeps ends of sequence out."""
+    generate = model.generate
+
+    def recorded(*inputs: Any, **options: Any) -> Any:
+        ids = options.get("input_ids", inputs[0] if inputs else None)
+        ends = StoppingCriteriaList([Recorded(ids.shape[1], lengths)])
+        return generate(*inputs, stopping_criteria=ends, **options)
+
+    model.generate = recorded
 
 
 def saved(rows: list[dict[str, Any]]) -> Any:
@@ -64,13 +81,14 @@ def saved(rows: list[dict[str, Any]]) -> Any:
     return rollout
 
 
-def alternate(completions: list[str], **_: Any) -> list[float]:
-    """Every second one a success."""
-    return [float(i % 2) for i in range(len(completions))]
+def alternate(completions: list[str], domain: list[str], **_: Any) -> list[float]:
+    """Every second one a success, but for groups of equal rewards."""
+    return [float(i % 2) if domain[i] != "equal" else 0.0 for i in range(len(completions))]
 
 
-def main(path: str, variant: str, prompts: str, mode: str = "") -> None:
+def main(path: str, variant: str, prompts: str, lengths: str) -> None:
     """Train for as long as jobs come."""
+    generates = lengths != "saved"
     with open(prompts, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     with tempfile.TemporaryDirectory() as folder:
@@ -89,16 +107,21 @@ def main(path: str, variant: str, prompts: str, mode: str = "") -> None:
             save_strategy="no",
             gradient_checkpointing=False,
             beta=0.0,
+            shuffle_dataset=False,
+            generation_kwargs={"min_new_tokens": TOKENS},
         )
         weights = torch.bfloat16 if variant == "bfloat16" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=weights)
+        if generates:
+            record(model, json.loads(lengths))
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(path, dtype=weights),
-            reward_funcs=alternate if mode == "saved" else number,
+            model=model,
+            reward_funcs=alternate,
             args=config,
-            train_dataset=Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]),
+            train_dataset=Dataset.from_list([{"prompt": row["prompt"], "domain": row.get("domain", "")} for row in rows]),
             processing_class=AutoTokenizer.from_pretrained(path),
             callbacks=[Turns()],
-            rollout_func=saved(rows) if mode == "saved" else None,
+            rollout_func=None if generates else saved(rows),
         )
         answer(ready=True)
         trainer.train()
