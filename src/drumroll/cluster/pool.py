@@ -22,6 +22,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from drumroll.cluster import lifeline
+
 HEADER = 8
 IDLE_SECONDS = 60.0
 IMPORT_SECONDS = 300.0
@@ -102,8 +104,12 @@ class KillablePool:
 
     async def _start(self) -> _Worker:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "drumroll.cluster.pool"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "drumroll.cluster.pool"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )
+        lifeline.guard(process.pid)
         assert process.stdin is not None
         _write(process.stdin, self._search or sys.path)
         return _Worker(process)

@@ -17,6 +17,8 @@ from drumroll.sandbox import Limits, box
 from drumroll.sandbox.grading import Grader, Job, read_reply
 
 GRACE = 30.0
+LEAVE = 10.0
+"""Seconds a process has to end by itself."""
 
 
 class UnsafeSandbox(Grader):
@@ -61,11 +63,19 @@ class UnsafeSandbox(Grader):
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
         finally:
-            with suppress(ProcessLookupError):
-                process.kill()
-            with suppress(ConnectionError):
-                await process.communicate()
+            await _end(process)
 
     @override
     async def close(self) -> None:
         """Nothing is kept."""
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Have a process kill everything that its program started, then end; kill it if it does not."""
+    for end in (process.terminate, process.kill):
+        with suppress(ProcessLookupError):
+            end()
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(LEAVE):
+                await process.communicate()
+                return

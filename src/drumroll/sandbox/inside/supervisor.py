@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import select
+import signal
 import struct
 import sys
 import tempfile
@@ -62,6 +63,7 @@ def _fork(be: Callable[..., NoReturn], arguments: Sequence[Any], fds: Sequence[i
         for place, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in fds]):
             os.dup2(fd, place)
         os.closerange(len(fds), 1024)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         be(*arguments)
     finally:
         os._exit(1)
@@ -78,6 +80,7 @@ class Watch:
         self.read: dict[int, bytearray] = {fd: bytearray() for fd in (*texts, *([] if verdicts is None else [verdicts]))}
         self.printed = 0
         self.base = _resident(os.getpid())
+        self.parent = os.getppid()
 
     def run(self) -> dict[str, Any]:
         """The report."""
@@ -112,6 +115,8 @@ class Watch:
                 return "timeout"
             if now >= look:
                 look = now + TICK
+                if os.getppid() != self.parent:
+                    return "orphaned"
                 if self._memory() > self.limits["memory_mb"] << 20 or self._files() > MOST_FILES:
                     return "memory"
             for fd, _ in poll.poll(1000 * max(0.001, min(last, look) - now)):
