@@ -195,6 +195,44 @@ def test_a_broken_model_fails_the_requests_not_the_engine(model):
     engine.close()
 
 
+@pytest.mark.parametrize("fixed_shape", [False, True])
+@pytest.mark.parametrize("restricted", [False, True])
+def test_a_request_that_cannot_be_computed_fails_alone(fixed_shape, restricted):
+    """A temperature that overflows, numbers that a prompt drives to infinity, a token that the model does not have."""
+    good = requests(4)
+    if restricted:
+        good = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, top_p=0.9)) for r in good]
+    model = load("tiny-random", seed=0)
+    engine = NativeEngine(model, slots=8, context=32, fixed_shape=fixed_shape)
+    alone = run(engine, good)
+    used = {t for r, c in zip(good, alone, strict=True) for t in (*r.tokens, *c.tokens)}
+    poison = next(t for t in range(3, 60) if t not in used)
+    with torch.no_grad():
+        embedding = model.module.get_input_embeddings()
+        embedding.weight = torch.nn.Parameter(embedding.weight.clone())  # no longer the output layer's
+        embedding.weight[poison] = torch.inf
+    cold, endless = Sampling(1e-40), Sampling(max_tokens=1, top_k=10**30)
+    one = good[0].tokens[0]
+    hot = [((one, one), cold), ((one, poison), Sampling()), ((one, 10_000), Sampling()), ((one,), endless)]
+    bad = [Request(f"bad{i}", tokens, how, 0, place=4 + i) for i, (tokens, how) in enumerate(hot)]
+
+    async def go():
+        return await asyncio.gather(*(engine.generate(r) for r in [*good, *bad]), return_exceptions=True)
+
+    *beside, first, second, third, fourth = asyncio.run(go())
+    assert [c.tokens for c in beside] == [c.tokens for c in alone]
+    assert isinstance(first, FloatingPointError)
+    assert "not a finite number at temperature 1e-40" in str(first)
+    assert isinstance(second, FloatingPointError)
+    assert isinstance(third, IndexError)
+    assert "token 10000" in str(third)
+    assert len(fourth.tokens) > 0  # more than there are is all of them
+    for _ in range(3):  # also in the places that the others have left
+        moved = [dataclasses.replace(r, place=r.place + 4) for r in good]
+        assert [c.tokens for c in run(engine, [*moved, *good])] == 2 * [c.tokens for c in alone]
+    engine.close()
+
+
 # --- weights that change in flight ---
 
 
@@ -344,6 +382,25 @@ def test_extreme_uniforms_stay_in_range():
     for u in (0.0, 1.0 - 2**-53):
         tokens, logprobs = choose(logits, torch.ones(2), torch.full((2,), u, dtype=torch.float64))
         assert torch.isfinite(logprobs).all(), (u, tokens)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("vocabulary", [3, 300])
+@pytest.mark.parametrize("restricted", [False, True])
+def test_a_row_that_is_not_finite_leaves_the_others_alone(bad, vocabulary, restricted):
+    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(0))
+    uniform = torch.tensor([0.1, 0.5, 0.9, 0.99], dtype=torch.float64)
+    ones, heat = torch.ones(4), torch.tensor([1.0, 0.0, 0.7, 1.0])
+    limit = Restriction(ones * 0.9, torch.zeros(4, dtype=torch.int64), ones * 0) if restricted else None
+    good = choose(logits, heat, uniform, limit)
+    for row in range(4):
+        broken = logits.clone()
+        broken[row, 1] = bad
+        tokens, logprobs = choose(broken, heat, uniform, limit)
+        others = torch.arange(4) != row
+        assert torch.equal(tokens[others], good[0][others])
+        assert torch.equal(logprobs[others], good[1][others])
+        assert not torch.isfinite(logprobs[row])
 
 
 def test_top_k_top_p_and_min_p_restrict():

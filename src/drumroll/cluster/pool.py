@@ -27,6 +27,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from drumroll.cluster import lifeline
 from drumroll.deadline import CpuTimeExceeded, Deadline, cpu_limit
 
 HEADER = 8
@@ -132,6 +133,7 @@ class KillablePool:
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
+        lifeline.guard(process.pid)
         assert process.stdin is not None
         _write(process.stdin, self._search or sys.path)
         return _Worker(process)

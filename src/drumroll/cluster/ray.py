@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Concatenate, cast
 
 from typing_extensions import override
 
+from drumroll.cluster import lifeline
 from drumroll.cluster.devices import Device, Kind, Place, Pool, ranges
 from drumroll.cluster.group import MortalGroup, P, R, Role, T, W
 from drumroll.cluster.host import About, Failure, Host, WorkerError, WorkerLost, WorkerTimeout
@@ -31,6 +32,7 @@ try:
     import ray
 except ImportError:
     raise MissingExtra("the ray runtime", "ray") from None
+import psutil  # installed or Ray's own copy
 from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
@@ -245,6 +247,14 @@ def _connect(address: str | None, pool: Pool | None, namespace: str) -> None:
         ray.init("local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = remote
+    _guard_agents()
+
+
+def _guard_agents() -> None:
+    """Tie the raylet's agents to this process. Ray ends the rest when a driver is killed; these would wait a minute for its store."""
+    for raylet in (child for child in psutil.Process().children() if child.name() == "raylet"):
+        for agent in raylet.children():
+            lifeline.guard(agent.pid)
 
 
 def _nodes() -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import sys
 import threading
 from collections import deque
@@ -105,6 +106,7 @@ class NativeEngine:
         self.version: Version = 0
         self.device = next(model.module.parameters()).device
         self._shapes = kv_shapes(model.module)
+        self._vocabulary = int(model.module.get_input_embeddings().weight.shape[0])
         self._packs = PackedLinears(model.module, rows=slots)
         quicken_norms(model.module)
         self.page_count = self._count_pages(cache_gb)
@@ -127,6 +129,9 @@ class NativeEngine:
     async def generate(self, request: Request) -> Completion:
         if len(request.tokens) >= self.context:
             return Completion(stop=StopReason.CONTEXT)
+        if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < self._vocabulary:
+            unknown = next(t for t in request.tokens if not 0 <= t < self._vocabulary)
+            raise IndexError(f"request {request.id}: the model has no token {unknown}; it has 0 to {self._vocabulary - 1}")
         row = _Row(request, asyncio.get_running_loop().create_future())
         with self._wake:
             if self._closed:
@@ -495,15 +500,20 @@ class NativeEngine:
         if any(s.top_p < 1 or s.top_k or s.min_p for s in sampling):
             restriction = Restriction(
                 torch.tensor([s.top_p for s in sampling], device=self.device),
-                torch.tensor([s.top_k for s in sampling], device=self.device),
+                torch.tensor([min(s.top_k, self._vocabulary) for s in sampling], device=self.device),
                 torch.tensor([s.min_p for s in sampling], device=self.device),
             )
         tokens, logprobs = choose(logits, temperature, uniform, restriction)
+        drawn = []
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                self._release([row], _not_finite(row, logprob))
+                continue
             row.completion.tokens.append(token)
             row.completion.logprobs.append(logprob)
             row.completion.versions.append(self.version)
-        self._release([row for row in rows if self._ended(row)])
+            drawn.append(row)
+        self._release([row for row in drawn if self._ended(row)])
 
     def _ended(self, row: _Row) -> bool:
         completion, sampling = row.completion, row.request.sampling
@@ -524,14 +534,23 @@ class NativeEngine:
         tail = self.model.tokenizer.decode(row.completion.tokens[-(longest + 4) :])
         return any(s in tail for s in row.request.sampling.stop)
 
-    def _release(self, ended: list[_Row]) -> None:
+    def _release(self, ended: list[_Row], error: Exception | None = None) -> None:
+        """Free the rows and deliver their completions, or the error."""
         if not ended:
             return
         gone = {id(row) for row in ended}
         self._rows = [None if row is not None and id(row) in gone else row for row in self._rows]
         for row in ended:
             self._pages.release(row.chain)
-            _deliver(row.future, row.completion)
+            _deliver(row.future, error or row.completion)
+
+
+def _not_finite(row: _Row, logprob: float) -> FloatingPointError:
+    where = f"token {row.length} of request {row.request.id}"
+    return FloatingPointError(
+        f"{where} has the log-prob {logprob}, which is not a finite number at temperature {row.request.sampling.temperature:g}; "
+        "raise the temperature, or look for infinite weights"
+    )
 
 
 def _reads(seats: list[int], chains: list[Chain]) -> Reads:

@@ -47,7 +47,8 @@ def choose(
     """Tokens [rows] and their log-probs [rows] from logits [rows, vocabulary].
 
     A temperature of 0 is greedy, with the log-prob of the undisturbed distribution. A restriction (evaluation only)
-    limits what may be drawn; the log-prob stays that of the unrestricted distribution.
+    limits what may be drawn; the log-prob stays that of the unrestricted distribution. A row without a distribution, whose
+    scaled logits are not all finite numbers or -inf, has some token and a log-prob that is not finite.
     """
     greedy = temperature == 0
     if restriction is None and (found := masses_of(logits, torch.where(greedy, 1.0, 1 / temperature), BLOCK)) is not None:
@@ -68,7 +69,7 @@ def choose(
         masses = blocks.sum(dim=-1)
     block, within = _lookup(masses, uniform.to(torch.float64))
     inside, _ = _lookup(blocks[torch.arange(rows, device=logits.device), block], within)
-    tokens = block * BLOCK + inside
+    tokens = (block * BLOCK + inside).clamp_max_(vocabulary - 1)
     if bool(greedy.any()):
         tokens[greedy] = scaled[greedy].argmax(dim=-1)
     chosen = scaled.gather(1, tokens[:, None]) - peak
@@ -83,7 +84,7 @@ def _from_masses(
     columns = block[:, None] * BLOCK + torch.arange(BLOCK)
     hit = logits.gather(1, columns.clamp_max(logits.shape[1] - 1)).float() * scale[:, None] - peak
     inside, _ = _lookup(hit.exp().masked_fill_(columns >= logits.shape[1], 0.0), within)
-    tokens = block * BLOCK + inside
+    tokens = (block * BLOCK + inside).clamp_max_(logits.shape[1] - 1)
     if bool(greedy.any()):
         tokens[greedy] = logits[greedy].argmax(dim=-1)
     chosen = logits.gather(1, tokens[:, None]).float() * scale[:, None] - peak
@@ -95,7 +96,7 @@ def _lookup(masses: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     cumulative = masses.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     target = torch.minimum(fraction * total, torch.nextafter(total, torch.zeros_like(total)))[:, None]
-    index = torch.searchsorted(cumulative, target, right=True)
+    index = torch.searchsorted(cumulative, target, right=True).clamp_max_(masses.shape[1] - 1)  # beyond it if not finite
     mass = masses.gather(1, index).to(torch.float64)
     below = cumulative.gather(1, index) - mass
     return index[:, 0], ((target - below) / mass).clamp(0.0, 1.0)[:, 0]

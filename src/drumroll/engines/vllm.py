@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from drumroll.engines import Completion, EngineLost, Request
@@ -97,8 +97,10 @@ class VllmEngine:
         """Switch to new weights. `weights` must hold every parameter by its name in a checkpoint, a tied one once: vLLM
         fuses some, and a part left out would become noise.
         """
-        with tempfile.TemporaryDirectory(prefix="drumroll-weights-", dir=_roomy(weights)) as folder:
-            path = str(_write(weights, Path(folder, "weights.safetensors")))
+        with tempfile.TemporaryFile(dir=_roomy(weights)) as file:  # nameless: nothing is left if this process is killed
+            torch.save({name: value.detach().cpu() for name, value in weights.items()}, file)
+            file.flush()
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
             self._call(self._switch(version, recompute, lambda: self._llm.collective_rpc("receive_weights", args=(path,))))
 
     def load_adapter(
@@ -267,7 +269,7 @@ class WeightReceiver:
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.reload_weights(weights_iterator=iter(load_file(path).items()))
+            self.model_runner.reload_weights(weights_iterator=iter(torch.load(path, mmap=True, weights_only=True).items()))
             for layer in self.model_runner.get_model().modules():
                 if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
                     layer.quant_method.process_weights_after_loading(layer)

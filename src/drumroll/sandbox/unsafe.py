@@ -19,6 +19,8 @@ from drumroll.sandbox import box
 from drumroll.sandbox.grading import Grader, Job, read_reply
 
 GRACE = 30.0
+LEAVE = 10.0
+"""Seconds a process has to end by itself."""
 
 
 class UnsafeSandbox(Grader):
@@ -56,10 +58,7 @@ class UnsafeSandbox(Grader):
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
         finally:
-            with suppress(ProcessLookupError):
-                process.kill()
-            with suppress(ConnectionError):
-                await process.communicate()
+            await _end(process)
 
     @override
     async def close(self) -> None:
@@ -75,3 +74,14 @@ async def _talk(process: asyncio.subprocess.Process, job: Job) -> dict[str, Any]
     reply = await read_reply(process.stdout)
     await process.wait()
     return reply
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Have a process kill everything that its program started, then end; kill it if it does not."""
+    for end in (process.terminate, process.kill):
+        with suppress(ProcessLookupError):
+            end()
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(LEAVE):
+                await process.communicate()
+                return

@@ -10,6 +10,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from drumroll.sample import Message, StopReason
 
+LEAST_TEMPERATURE = 1e-4
+MOST_TOP_K = 2**31 - 1
+
 
 class Refused(Exception):
     """A request that cannot be served, and how the protocol says so."""
@@ -33,6 +36,12 @@ def _listed(value: Any) -> Any:
 def _sound(text: str) -> str:
     text.encode()  # half a surrogate pair is no text, and this says so
     return text
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:  # logits divided by less may overflow
+        raise ValueError(f"must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}")
+    return value
 
 
 class _Part(BaseModel):
@@ -95,9 +104,9 @@ class Body(BaseModel):
     metadata: dict[str, str] = {}
     store: bool = False
     # How tokens are chosen: a run's own way wins.
-    temperature: float | None = Field(None, ge=0)
+    temperature: Annotated[float, AfterValidator(_temperature)] | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, le=MOST_TOP_K)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = None
     frequency_penalty: float | None = None

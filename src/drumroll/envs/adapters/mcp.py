@@ -21,6 +21,7 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from typing_extensions import override
 
+from drumroll.cluster import lifeline
 from drumroll.envs.adapters.schema import Schema
 from drumroll.envs.adapters.tools import ToolEpisode, ToolError
 from drumroll.sample import Message
@@ -65,6 +66,7 @@ class Line:
             return self.server
         command, *arguments = shlex.split(self.server)
         command = sys.executable if command == "python" else command
+        command, *arguments = lifeline.guarded([command, *arguments])
         return stdio_client(StdioServerParameters(command=command, args=arguments, env=self.env), errlog=said)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:

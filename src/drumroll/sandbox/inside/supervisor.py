@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import select
+import signal
 import struct
 import sys
 import tempfile
@@ -64,6 +65,7 @@ def _fork(be: Callable[..., NoReturn], arguments: Sequence[Any], fds: Sequence[i
         for place, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in fds]):
             os.dup2(fd, place)
         os.closerange(len(fds), 1024)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         be(*arguments)
     finally:
         os._exit(1)
@@ -82,6 +84,7 @@ class Watch:
         self.printed = 0
         self.base = _resident(os.getpid())
         self.clock = RunTime(self._pids)
+        self.parent = os.getppid()
 
     def run(self) -> dict[str, Any]:
         """The report."""
@@ -120,6 +123,8 @@ class Watch:
             if self.printed > self.limits["output_kb"] << 10:
                 return "output"
             if time.monotonic() >= look:
+                if os.getppid() != self.parent:
+                    return "orphaned"
                 left = self.limits["seconds"] - self.clock.look()
                 if left <= 0:
                     return "timeout"

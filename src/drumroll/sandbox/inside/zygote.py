@@ -112,11 +112,20 @@ def clean(folder: str) -> None:
 
 
 def once() -> NoReturn:
-    """A single job, outside of any box: the program's processes are found by their parents."""
+    """A single job, outside of any box: the program's processes are found by their parents. SIGTERM ends them too."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     jobs, replies = prepare()
     load(os.read(jobs, 1))
-    supervise(jobs, replies, frozenset(), contained=False)
+    try:
+        supervise(jobs, replies, frozenset(), contained=False)
+    finally:  # also when nobody is left to take the reply
+        _end_children()
+    os._exit(0)
+
+
+def _end_children() -> None:
+    """Kill all descendants, until none is left."""
     while children := _children():
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
@@ -125,7 +134,6 @@ def once() -> NoReturn:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.0002)
-    os._exit(0)
 
 
 def _children() -> list[int]:
