@@ -226,7 +226,7 @@ def check_recipe(recipe: str, overrides: tuple[str, ...]) -> None:
     config = load(recipe, overrides).config
     if not isinstance(config, RLConfig):
         raise DrumrollError("only reinforcement learning has rewards to check; this recipe is pipeline: sft.")
-    found = asyncio.run(preflight(config))
+    found = asyncio.run(preflight(config, lambda text: click.echo(text, err=True)))
     for table in preflight_tables(found):
         Console().print(table)
     if found.problems:

@@ -26,6 +26,8 @@ async def odd(client, prompt, model):
         await asyncio.sleep(1000)
     if number == 5:
         return 1.0  # without a call
+    if number == 6:
+        raise asyncio.CancelledError
     messages = [{"role": "user", "content": prompt}]
     for _ in range(9 if number == 2 else 1):
         reply = await client.chat.completions.create(model=model, messages=messages)
@@ -95,12 +97,20 @@ def test_whatever_an_agent_does_wrong_is_its_samples_failure(small, mine):
         small,
         f"{mine(ODD)}:odd",
         steps=1,
-        environment={"max_turns": 3, "step_timeout": 2.0},
+        environment={"max_turns": 3, "step_timeout": 10.0},
         rollout={"prompts": 4, "samples": 8},
     )
     run = drumroll.train(config)
     failures = {s["failure"] for s in run.samples if s["failure"]}
-    for text in ("ValueError", "no idea", "returned 'lots'", "took longer than 2 s between two calls", "without a completion"):
+    for text in (
+        "ValueError",
+        "no idea",
+        ".py, line 8)",
+        "CancelledError in agent",
+        "returned 'lots'",
+        "took longer than 10 s between two calls",
+        "without a completion",
+    ):
         assert any(text in failure for failure in failures), (text, failures)
     cut = [s for s in run.samples if s["stop"] == "turns"]
     assert cut

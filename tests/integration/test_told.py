@@ -69,3 +69,24 @@ def test_a_step_without_a_gradient_is_told_with_the_reason(trained, drumroll, tm
     assert code == 1
     assert "no group would give a gradient" in " ".join(out.split())
     assert "ready" not in out
+
+
+FULL = """
+class Env:
+    def reset(self, seed): return "1" * 300
+    def step(self, text): raise AssertionError("the policy had a turn")
+    def close(self): pass
+"""
+
+
+def test_first_observations_that_fill_the_context_are_told_and_the_run_goes_on(small, mine, drumroll, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    data = {"train": {"walk": {"source": "drumroll.data.seeds:seeds"}}, "max_prompt_tokens": 16}
+    environment = {"use": f"{mine(FULL)}:Env", "context": 40}
+    changes = {"data": data, "environment": environment, "reward": {}, "eval": {"sets": {}}, "steps": 3}
+    path.write_text(json.dumps({**small(**changes), "data": data, "import_from": [str(tmp_path)]}))
+    code, out, err = drumroll("train", str(path))
+    assert code == 0, err
+    assert "step 1: no gradient: the policy wrote no token in any sample" in out
+    run = Run.open(tmp_path / "runs/small")
+    assert [line["rollout/staleness"] for line in run.metrics[1:]] == [0.0, 0.0, 0.0]

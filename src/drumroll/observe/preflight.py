@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import RenderableType
@@ -87,11 +87,12 @@ class Preflight:
     notices: list[str]
 
 
-async def preflight(config: RLConfig) -> Preflight:
-    """Open everything as training would, and look."""
+async def preflight(config: RLConfig, notify: Callable[[str], None] = lambda text: None) -> Preflight:
+    """Open everything as training would, and look. `notify` gets what a person should know at once."""
     search(config.import_from)
     scan(config, Rewards(config.rewards()).required_columns)
     workers = await open_workers(config)
+    workers.notify = notify
     try:
         scorer = open_scorer(config, workers, config.rollout)
         renderer = Renderer(workers.tokenizer)
