@@ -42,10 +42,21 @@ def cli() -> None:
 @click.argument("overrides", nargs=-1)
 @click.option("--resume", metavar="RUN", help="Continue the run in this directory from its last checkpoint.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing run of the same name.")
-@click.option("--dry-run", is_flag=True, help="Show the resolved config and the batch arithmetic; train nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Show the resolved config, the batch arithmetic and a prompt; look up all that the recipe names; train nothing.",
+)
+@click.option("--no-files", is_flag=True, help="With --dry-run: leave out data files and models that are elsewhere.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def train(
-    recipe: str | None, overrides: tuple[str, ...], resume: str | None, overwrite: bool, dry_run: bool, quiet: bool
+    recipe: str | None,
+    overrides: tuple[str, ...],
+    resume: str | None,
+    overwrite: bool,
+    dry_run: bool,
+    no_files: bool,
+    quiet: bool,
 ) -> None:
     """Train by a RECIPE (YAML), with OVERRIDES like optim.lr=1e-5."""
     if resume is not None and recipe is not None:
@@ -61,8 +72,10 @@ def train(
     if resume is not None and not (Path(resume) / "config.yaml").exists():
         raise DrumrollError(f"cannot resume {resume}: it is not a run directory (it has no config.yaml).")
     loaded = load(recipe if recipe is not None else Path(str(resume)) / "config.yaml", overrides)
+    if no_files and not dry_run:
+        raise DrumrollError("--no-files is for --dry-run: training needs its files.")
     if dry_run:
-        _show_dry_run(loaded.config)
+        _show_dry_run(loaded.config, files=not no_files)
         return
     from rich.console import Console
 
@@ -73,15 +86,17 @@ def train(
     start(recipe, overrides, resume=resume, overwrite=overwrite, progress=progress)
 
 
-def _show_dry_run(config: Any) -> None:
+def _show_dry_run(config: Any, *, files: bool) -> None:
+    from drumroll.cluster.layout import planned
     from drumroll.config import dump
     from drumroll.config.explain import arithmetic
+    from drumroll.observe.dry_run import resolve
+    from drumroll.registry import search
 
+    search(config.import_from)
     click.echo(dump(config))
-    from drumroll.cluster.layout import planned
-
     layout = planned(config)
-    for line in [*arithmetic(config), *(layout.describe().splitlines() if layout else [])]:
+    for line in [*arithmetic(config), *(layout.describe().splitlines() if layout else []), *resolve(config, files=files)]:
         click.echo(f"# {line}")
 
 

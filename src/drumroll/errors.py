@@ -46,6 +46,10 @@ class ModelError(DrumrollError):
     """A model that cannot be found or loaded."""
 
 
+class HubError(ModelError):
+    """A hub that cannot be reached, so that nobody knows whether it has the model."""
+
+
 class AlgorithmError(DrumrollError):
     """An estimator or loss that gave something that is not a number."""
 

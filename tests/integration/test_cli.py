@@ -148,6 +148,46 @@ def test_dry_run_shows_config_and_arithmetic_and_writes_nothing(drumroll, recipe
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_finds_what_does_not_exist(drumroll, recipe, tmp_path):
+    def dry(*more, **changes):
+        return drumroll("train", recipe(**changes), "--dry-run", *more)
+
+    mistake(dry(reward="exat"), "Did you mean 'exact'?")
+    mistake(dry(reward="no_such_module:f"), "there is no module 'no_such_module'")
+    mistake(dry(reward="judge"), "asks a judge, but there is none")
+    mistake(dry(environment={"use": "frozen_lak"}), "Did you mean 'frozen_lake'?")
+    mistake(dry(environment={"use": "agent:no_such_module:f"}), "there is no module 'no_such_module'")
+    mistake(dry(eval={"sets": {"sums": {"source": "drumroll.data.problems:smus"}}}), "Did you mean 'sums'?")
+    mistake(dry(model="./nowhere"), "there is no directory ./nowhere")
+    mistake(dry(roles={"teacher": {"model": "./nowhere"}}), "there is no directory ./nowhere")
+    mistake(dry(rollout={"filter": "zero_varianc"}), "Did you mean 'zero_variance'?")
+    gone = {"train": {"sums": {"source": "gone.jsonl"}}}
+    mistake(dry(data=gone), "cannot read", "gone.jsonl: No such file")
+    (tmp_path / "gone.jsonl").write_text('{"prompt": "1+2="}\n')
+    mistake(dry(data=gone), "lacks the column 'answer', which reward 'exact' needs", "gone.jsonl:1; 1 of 1 rows")
+    code, out, _ = dry("--no-files", data=gone, model="./nowhere")
+    assert (code, "# warning: model: there is no directory ./nowhere." in out) == (0, True)
+    mistake(drumroll("train", recipe(), "--no-files"), "--no-files is for --dry-run")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_shows_a_prompt_and_a_silent_hub_is_a_warning(drumroll, recipe, monkeypatch):
+    lines = drumroll("train", recipe(), "--dry-run")[1].splitlines()
+    at = lines.index("# the first prompt of data.train.reversal:")
+    assert re.fullmatch(r"#   <bos>rev [a-z]+=", lines[at + 1]), lines[at:]
+    lines = drumroll("train", recipe(environment={"use": "frozen_lake"}), "--dry-run")[1].splitlines()
+    assert any(line.startswith("#   ") for line in lines), lines
+
+    def silent(url):
+        raise TimeoutError
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", silent)
+    code, out, err = drumroll("train", recipe(model="nobody/none"), "--dry-run")
+    assert (code, err) == (0, "")
+    assert "# warning: model: 'nobody/none' is neither" in out
+    assert "# the first prompt of data.train.reversal, without the model's chat template:" in out
+
+
 def test_explain(drumroll):
     code, out, _ = drumroll("explain", "optim.lr", str(ROOT / "recipes/quickstart/recipe.yaml"))
     assert code == 0
@@ -201,7 +241,7 @@ def test_ctrl_c_saves_and_the_run_resumes(recipe, tmp_path, when):
 
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-30b-a3b"])
 def test_the_papers_recipes_can_be_planned_anywhere(drumroll, name):
-    code, out, err = drumroll("train", f"{ROOT}/recipes/multi-domain/{name}.yaml", "--dry-run")
+    code, out, err = drumroll("train", f"{ROOT}/recipes/multi-domain/{name}.yaml", "--dry-run", "--no-files")
     assert (code, err) == (0, "")
     assert "64 prompts × 8 samples" in out
 
@@ -221,6 +261,6 @@ PLANS = {"paper": "128 prompts × 8 samples = 1,024", "smollm2": "prompts × 8 s
 @pytest.mark.parametrize("variant", PLANS)
 @pytest.mark.parametrize("name", ["frozen-lake", "sokoban", "webshop"])
 def test_agentic_recipes_can_be_planned_anywhere(drumroll, name, variant):
-    code, out, err = drumroll("train", f"{ROOT}/recipes/{name}/{variant}.yaml", "--dry-run")
+    code, out, err = drumroll("train", f"{ROOT}/recipes/{name}/{variant}.yaml", "--dry-run", "--no-files")
     assert (code, err) == (0, "")
     assert PLANS[variant] in out

@@ -66,6 +66,11 @@ def is_local(config: DatasetConfig) -> bool:
     return _kind(config.source) in (_read_file, _read_directory)
 
 
+def is_function(config: DatasetConfig) -> bool:
+    """Whether a dataset is a function of a module."""
+    return _kind(config.source) is _call
+
+
 def local_rows(name: str, config: DatasetConfig) -> Iterator[Row]:
     """The rows of a local dataset as they stand in its files."""
     rows = _open(name, config, 0)

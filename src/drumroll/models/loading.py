@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from drumroll.errors import ConfigError, ModelError, did_you_mean
+from drumroll.errors import ConfigError, HubError, ModelError, did_you_mean
 from drumroll.models import attention, tiny, witness
 
 T = TypeVar("T")
@@ -116,6 +116,16 @@ def _from_pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 def _pretrained(name: str, read: Callable[[str], T]) -> T:
     """Read a directory or hub id; what goes wrong is told in the user's terms."""
+    source = find(name)
+    try:
+        return read(source)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"model: {name} could not be loaded: {reason}") from error
+
+
+def find(name: str) -> str:
+    """The directory or hub id of a model that is not built in; nothing is loaded."""
     path = Path(name).expanduser()
     local = path.exists()
     if local and not (path / "config.json").exists():
@@ -126,23 +136,21 @@ def _pretrained(name: str, read: Callable[[str], T]) -> T:
         raise ModelError(f"model: '{name}' is not known.{did_you_mean(name, tiny.NAMES)}")
     if not local:
         _ask_hub(name)
-    try:
-        return read(str(path) if local else name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"model: {name} could not be loaded: {reason}") from error
+    return str(path) if local else name
 
 
 def _ask_hub(name: str) -> None:
     """One request before those of transformers, which are tried again for a minute: a misspelled name is told at once."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             get_hf_file_metadata(hf_hub_url(name, "config.json"))
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]  # a timeout says nothing
-        raise ModelError(
+        answered = isinstance(error, RepositoryNotFoundError | EntryNotFoundError)
+        raise (ModelError if answered else HubError)(
             f"model: '{name}' is neither a local directory nor a built-in ({', '.join(tiny.NAMES)}), and the Hugging Face hub "
             f"did not give it ({reason}). Offline, give the path of a directory with config.json, weights and tokenizer, "
             f"or run `make smollm2` and use its path."
