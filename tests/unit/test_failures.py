@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import drumroll.errors
+from drumroll.cluster import host
 from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.reward import RewardConfig
@@ -309,7 +310,11 @@ def test_installed_packages_are_shown_only_where_nothing_else_is():
 
 
 def test_frames_travel_between_processes():
-    error = pickle.loads(pickle.dumps(RemoteError("KeyError", "'x'", '  File "a.py", line 3')))
+    """Also through a worker of the Ray runtime, which sends exceptions as values."""
+    sent = pickle.loads(pickle.dumps(host.Failure.of(RemoteError("KeyError", "'x'", '  File "a.py", line 3'))))
+    with pytest.raises(RemoteError) as caught:
+        sent.throw("reward rank 0")
+    error = caught.value
     assert (error.kind, str(error), user_frames(error)) == ("KeyError", "'x'", '  File "a.py", line 3')
 
 
