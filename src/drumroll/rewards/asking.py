@@ -21,6 +21,7 @@ from drumroll.config.roles import JudgeRole
 from drumroll.data.render import Renderer
 from drumroll.engines import EngineLost, Request, Sampling
 from drumroll.errors import ConfigError, MissingExtra
+from drumroll.rewards.templates import fitting
 from drumroll.rollout.router import Router
 from drumroll.sample import StopReason
 from drumroll.store.answers import Answers
@@ -155,7 +156,13 @@ def by_engine(role: JudgeRole, router: Router, tokenizer: Any) -> Transport:
     async def ask(question: str) -> Reply:
         """An engine that must rest in the middle is asked for the remainder later."""
         number, answer, stop = next(numbers), list[int](), StopReason.ABORTED
-        tokens = renderer.prompt(question)[-role.max_prompt_tokens :]
+        asked = fitting(question, lambda text: len(renderer.prompt(text)), role.max_prompt_tokens)
+        if asked is None:
+            raise JudgeFailed(
+                f"roles.judge.max_prompt_tokens: {role.max_prompt_tokens} leaves no room for a question: an empty one has "
+                f"{len(renderer.prompt(''))} tokens."
+            )
+        tokens = renderer.prompt(asked)
         try:
             while stop is StopReason.ABORTED and len(answer) < role.max_tokens:
                 sampling = Sampling(temperature=role.temperature, max_tokens=role.max_tokens - len(answer))
