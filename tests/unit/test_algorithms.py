@@ -144,6 +144,120 @@ def test_turn_estimators_equal_their_formulas(name, groups, discount, weight):
     assert got.tolist() == pytest.approx(want, abs=1e-5, rel=1e-5)
 
 
+episode_turn = st.tuples(st.floats(-2, 2, width=32), st.integers(0, 3))
+"""A turn's reward and the number of its tokens."""
+played_sample = st.tuples(
+    st.lists(episode_turn, max_size=4),
+    st.booleans(),
+    st.floats(-1, 1, width=32),
+    st.lists(st.booleans(), min_size=12, max_size=12),
+)
+"""Turns (none: a plain answer of two traces), whether each has a trace, the reward beyond them, which tokens are trained."""
+
+
+def as_sample(prompt, number, turns, apart, extra):
+    """The sample that an episode of these turns leaves behind."""
+    if not turns:
+        traces = [make_trace([(Owner.POLICY, [5, 6])]), make_trace([(Owner.POLICY, [7])])]
+        return Sample(prompt, 0, number, traces=traces, reward=extra)
+    traces, found = [make_trace([])], []
+    for place, (reward, size) in enumerate(turns):
+        if place:
+            if apart:
+                traces.append(make_trace([]))
+            else:
+                traces[-1].extend([9], Owner.ENVIRONMENT)
+        start = len(traces[-1].tokens)
+        traces[-1].extend([5] * size, Owner.POLICY, [-1.0] * size, [0] * size)
+        found.append(Turn(len(traces) - 1, start, start + size, str(place), reward))
+    return Sample(prompt, 0, number, traces=traces, reward=sum(r for r, _ in turns) + extra, turns=found)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce"])
+@pytest.mark.parametrize(
+    "shaped", [{}, {"reward_scale": 0.5, "reward_clip": 1.5}, {"reward_mean": "group", "reward_std": "batch"}]
+)
+@given(st.lists(played_sample, min_size=1, max_size=4), st.floats(0, 1), st.floats(0, 1), st.integers(0, 99))
+def test_rewards_of_turns_are_credited_to_them_and_what_led_there(name, shaped, samples, discount, decay, seed):
+    """A turn earns at its last token, in whatever trace; a plain answer at the end of each of its traces."""
+    prompt = Prompt("p", "d", "", (1,))
+    made = [as_sample(prompt, i, turns, apart, extra) for i, (turns, apart, extra, _) in enumerate(samples)]
+    batch = pack([Group(prompt, 0, made)])
+    noise = torch.rand(len(batch.tokens), generator=torch.Generator().manual_seed(seed))
+    keep = [
+        k
+        for s, (_, _, _, kept) in zip(made, samples, strict=True)
+        for n, t in enumerate(s.traces)
+        for k in kept[n : n + len(t.tokens)]
+    ]
+    keep += [True] * (len(batch.tokens) - len(keep))
+    batch = batch.with_(values=noise, mask=batch.mask & torch.tensor(keep[: len(batch.tokens)]))
+    config = AlgorithmConfig(advantage=name, discount=discount, gae_decay=decay, **shaped)
+    got = Algorithm(config, single_update=True).advantages(batch).advantages.tolist()
+
+    limit, factor = config.reward_clip or math.inf, config.reward_scale
+
+    def clipped(reward):
+        return min(max(reward, -limit), limit) * factor
+
+    totals = [clipped(float(r)) for r in batch.rewards]
+    centre = mean(totals) if config.reward_mean == "group" else 0.0
+    spread = deviation(totals) if config.reward_std == "batch" and deviation(totals) > 1e-6 else 1.0
+    want, at = [0.0] * len(batch.tokens), 0
+    trained, values = batch.mask.tolist(), noise.double().tolist()
+    for sample, total in zip(made, totals, strict=True):
+        chains, offset = [], at
+        for number, trace in enumerate(sample.traces):
+            own = [(offset + i, number, i) for i in range(len(trace.tokens)) if trained[offset + i]]
+            offset += len(trace.tokens)
+            if sample.turns and chains:
+                chains[0] += own
+            else:
+                chains.append(own)
+        for chain in chains:
+            earned = [0.0] * len(chain)
+            outcome = (total - centre) / spread
+            pays = [clipped(turn.reward) / spread for turn in sample.turns[:-1]]
+            pays.append(outcome - sum(pays))
+            ends = [(turn.trace, turn.end) for turn in sample.turns] or [(10**6, 0)]
+            for pay, end in zip(pays, ends, strict=True):
+                before = [k for k, (_, trace, i) in enumerate(chain) if (trace, i) < end]
+                if before:
+                    earned[before[-1]] += pay
+            later, ahead = 0.0, 0.0
+            for k in reversed(range(len(chain))):
+                token = chain[k][0]
+                gain = earned[k] if name == "reinforce" else earned[k] + discount * ahead - values[token]
+                later = gain + discount * (1.0 if name == "reinforce" else decay) * later
+                ahead = values[token]
+                want[token] = later
+        at = offset
+    assert got == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_turn_earns_what_came_of_it(apart):
+    """Rewards 1 and 2: the first turn led to both, the second to its own."""
+    prompt = Prompt("p", "d", "", (1,))
+    batch = pack([Group(prompt, 0, [as_sample(prompt, 0, [(1.0, 2), (2.0, 1)], apart, 0.0)])])
+    out = Algorithm(AlgorithmConfig(advantage="reinforce", discount=1.0), single_update=True).advantages(batch)
+    assert out.advantages[batch.mask].tolist() == [3.0, 3.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce"])
+@pytest.mark.parametrize("reward_std", ["none", "batch"])
+def test_an_episode_of_one_turn_is_an_answer(name, reward_std):
+    """To the last bit."""
+    prompt, noise = Prompt("p", "d", "", (1,)), torch.Generator().manual_seed(0)
+    played = [as_sample(prompt, i, [(0.1 * i, 3)], False, 0.37 / (i + 1)) for i in range(5)]
+    plain = [Sample(prompt, 0, i, traces=s.traces, reward=s.reward) for i, s in enumerate(played)]
+    algorithm = Algorithm(AlgorithmConfig(advantage=name, discount=0.9, reward_std=reward_std), single_update=True)
+    batches = [pack([Group(prompt, 0, samples)]) for samples in (played, plain)]
+    values = torch.rand(len(batches[0].tokens), generator=noise)
+    one, other = (algorithm.advantages(b.with_(values=values)).advantages for b in batches)
+    assert torch.equal(one, other)
+
+
 def test_turns_of_a_batch_sum_to_its_rewards_and_share_anchors_within_a_group():
     prompt = Prompt("p", "d", "", (1,))
 

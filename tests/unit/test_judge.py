@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -282,6 +283,71 @@ def test_tries_keep_to_the_rate():
         return time.monotonic() - began
 
     assert asyncio.run(go()) >= 4 * 0.05
+
+
+CHAT = "{% for m in messages %}<bos>{{ m.role }}: {{ m.content }}<eos>{% endfor %}<bos>judge: "
+
+
+def shown(question, limit, template=CHAT):
+    """What a judge of so many prompt tokens reads."""
+    from drumroll.engines import Completion
+    from drumroll.models import tiny
+    from drumroll.rollout.router import Router
+    from drumroll.sample import StopReason
+
+    tokenizer, seen = tiny.tokenizer(), []
+    tokenizer.chat_template = template
+
+    async def generate(request):
+        seen.append(list(request.tokens))
+        return Completion([3], stop=StopReason.EOS)
+
+    async def go():
+        router = Router()
+        router.join("engine", generate, 1)
+        await by_engine(role(max_prompt_tokens=limit), router, tokenizer)(question)
+
+    asyncio.run(go())
+    assert len(seen[0]) <= limit
+    return tokenizer.decode(seen[0])
+
+
+@pytest.mark.parametrize("template", [CHAT, None], ids=["chat", "plain"])
+def test_a_long_completion_is_shortened_in_its_middle(template):
+    fields = {"prompt": "what is two and two?", "answer": "four", "completion": "begin " + "x" * 3000 + " end"}
+    question = fill(TEMPLATES["reference"].text, fields)
+    whole, short = shown(question, 5000, template), shown(question, 400, template)
+    for part in ("Question: what is two and two?", "Right answer: four", "Given answer: begin x", "x end\n", "Say yes or no."):
+        assert part in short
+    assert re.search(r"x\n\[... \d+ characters left out ...\]\nx", short)
+    assert "left out" not in whole
+    assert whole.startswith(short[:60])
+    assert short.endswith(whole[-20:])
+    assert len(short) > 350  # as much as fits
+
+
+def test_two_long_answers_are_shortened_alike():
+    fields = {"prompt": "which?", "first": "a" * 2000, "second": "b" * 2000}
+    short = shown(fill(TEMPLATES["pairwise"].text, fields), 500)
+    assert short.count("left out") == 2
+    assert short.count("a" * 30) == short.count("b" * 30) > 0
+    assert "End with [[A]], [[B]], or [[C]]" in short
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["head " + "x" * 3000 + " tail", fill("head {prompt} tail {completion}", {"prompt": "x" * 3000, "completion": "y"})],
+)
+def test_a_question_that_is_long_without_the_completion_loses_its_own_middle(question):
+    short = shown(question, 200)
+    assert "user: head x" in short
+    assert "left out" in short
+    assert short.endswith("judge: ")
+
+
+def test_a_limit_without_room_is_told():
+    with pytest.raises(JudgeFailed, match=r"max_prompt_tokens: 5 leaves no room"):
+        shown("x" * 50, 5)
 
 
 def test_the_router_forgets_every_question():

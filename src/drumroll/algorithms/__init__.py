@@ -101,7 +101,7 @@ class Algorithm:
         return batch.mask & keep[batch.sample_of_token()]
 
     def _scores(self, batch: Batch) -> Scores:
-        """Shaped rewards per sample, and per token where the outcome stands at the last token of each trace."""
+        """Shaped rewards per sample and per token: of an episode each turn's at its last token, else the outcome at each trace's."""
         mask, sample_of, trace_of = batch.mask, batch.sample_of_token()[batch.mask], batch.trace_of_token()[batch.mask]
         rewards = self.normalise(shape(batch, self.config, self.longest), batch)
         self.metrics = {}
@@ -109,6 +109,9 @@ class Algorithm:
         last = torch.ones_like(trace_of, dtype=torch.bool)
         last[:-1] = trace_of[1:] != trace_of[:-1]
         token_rewards[last] = rewards[sample_of[last]]
+        chain_of = trace_of
+        if batch.turns is not None:
+            chain_of = self._place_turns(batch, batch.turns, rewards, token_rewards)
         if self.config.kl_reward:
             assert batch.reference is not None
             policy = batch.behaviour if batch.old is None else batch.old
@@ -122,7 +125,34 @@ class Algorithm:
         greedy = None if batch.greedy is None else shape_alone(batch.greedy, self.config)
         passed, lengths = batch.rewards > 0, batch.policy_lengths()
         turns = self._turns(batch) if self._traits.get("turns") else None
-        return Scores(rewards, batch.group_of, lengths, self.config, greedy, token_rewards, values, trace_of, passed, turns)
+        return Scores(
+            rewards, batch.group_of, lengths, self.config, greedy, token_rewards, values, trace_of, passed, turns, chain_of
+        )
+
+    def _place_turns(self, batch: Batch, turns: Turns, rewards: Tensor, token_rewards: Tensor) -> Tensor:
+        """Put the rewards of played samples at their turns' last trained tokens, in place; return the chains of tokens.
+
+        The last turn gets what is left of the sample's reward: penalties, the shift of a normaliser, rewards of other functions.
+        The reward of a turn without a trained token goes to the trained token before it, if the episode has one.
+        """
+        samples, owner = batch.num_samples, turns.sample_of
+        sample_of, trace_of = batch.sample_of_token()[batch.mask], batch.trace_of_token()[batch.mask]
+        is_last = torch.ones_like(owner, dtype=torch.bool)
+        is_last[:-1] = owner[1:] != owner[:-1]
+        scale = torch.as_tensor(self.normalise.scale, dtype=torch.float64).expand(samples)
+        earned = torch.where(is_last, 0.0, shape_alone(turns.rewards, self.config) * scale[owner])
+        earned = torch.where(is_last, (rewards - sums_by(earned, owner, samples))[owner], earned)
+        played = torch.zeros(samples, dtype=torch.bool)
+        played[owner[turns.anchor_of >= 0]] = True
+        token_rewards[played[sample_of]] = 0.0
+        place = torch.searchsorted(turns.of_token[batch.mask].contiguous(), torch.arange(len(owner)), right=True) - 1
+        if len(sample_of):
+            known = played[owner] & (place >= 0) & (sample_of[place.clamp_min(0)] == owner)
+            token_rewards.index_add_(0, place[known], earned[known])
+        first = torch.full((samples,), batch.num_traces).scatter_reduce_(
+            0, batch.sample_of, torch.arange(batch.num_traces), "amin"
+        )
+        return torch.where(played[sample_of], first[sample_of], trace_of)
 
     def _turns(self, batch: Batch) -> TurnScores:
         """The turns as the estimator sees them: rewards clipped and scaled. Plain answers are one turn each."""

@@ -57,6 +57,7 @@ class Normaliser:
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
         self.count, self.mean, self.squares = 0, 0.0, 0.0  # squares: sum of squared distances from the mean
+        self.scale: Tensor | float = 1.0  # [samples] what the last rewards were multiplied by
 
     def __call__(self, rewards: Tensor, batch: Batch) -> Tensor:
         """Shifted and scaled; a deviation of 0 leaves the rewards unscaled, so that nothing is divided by it."""
@@ -74,12 +75,14 @@ class Normaliser:
             centred = rewards - self.mean
         elif config.reward_mean != "none":
             centred = rewards - means_of(rewards, index[config.reward_mean])
+        self.scale = 1.0
         if config.reward_std == "none":
             return centred
         if config.reward_std == "running":
             deviation = torch.full_like(rewards, math.sqrt(self.squares / max(1, self.count)))
         else:
             deviation = deviations_of(rewards, index[config.reward_std])
+        self.scale = torch.where(deviation > FLAT, 1 / deviation.clamp_min(FLAT), 1.0)
         return torch.where(deviation > FLAT, centred / deviation.clamp_min(FLAT), centred)
 
     def _add(self, rewards: Tensor) -> None:

@@ -137,7 +137,7 @@ class JudgeRole(Section):
     slots: int = Field(64, ge=1)
     """How many questions it answers at once."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Longest question of a model loaded here; of a longer one the end is kept."""
+    """Longest question of a model loaded here; in a longer one the middle of the completion is left out, and the cut marked."""
     max_tokens: int = Field(16, ge=1)
     """Longest answer."""
     temperature: float = Field(0.0, ge=0)

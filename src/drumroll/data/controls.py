@@ -27,7 +27,9 @@ class Controls:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._tokens = {t.content: (i, t) for i, t in added.items() if t.special or BRACKETED.fullmatch(t.content)}
+        self._tokens: dict[str, tuple[int, Any]] = {
+            t.content: (i, t) for i, t in added.items() if t.special or BRACKETED.fullmatch(t.content)
+        }
         self._spellings: list[str] = sorted(self._tokens, key=len, reverse=True)
         self._ids = {i for i, _ in self._tokens.values()} - {getattr(tokenizer, "unk_token_id", None)}
         self._spelled = re.compile("|".join(map(re.escape, self._spellings)) or r"(?!)")

@@ -22,6 +22,7 @@ from drumroll.data.render import Renderer
 from drumroll.engines import EngineLost, Sampling
 from drumroll.engines.continuation import Continuation
 from drumroll.errors import ConfigError, MissingExtra
+from drumroll.rewards.templates import fitting
 from drumroll.rollout.router import Router
 from drumroll.store.answers import Answers
 
@@ -155,9 +156,14 @@ def by_engine(role: JudgeRole, router: Router, tokenizer: Any) -> Transport:
     async def ask(question: str) -> Reply:
         """An engine that must rest in the middle is asked for the remainder later."""
         number = next(numbers)
-        tokens = renderer.prompt(question)[-role.max_prompt_tokens :]
+        asked = fitting(question, lambda text: len(renderer.prompt(text)), role.max_prompt_tokens)
+        if asked is None:
+            raise JudgeFailed(
+                f"roles.judge.max_prompt_tokens: {role.max_prompt_tokens} leaves no room for a question: an empty one has "
+                f"{len(renderer.prompt(''))} tokens."
+            )
         sampling = Sampling(temperature=role.temperature, max_tokens=role.max_tokens)
-        answer = Continuation(f"judge-{number}", tokens, sampling, number, tokenizer.decode, number)
+        answer = Continuation(f"judge-{number}", renderer.prompt(asked), sampling, number, tokenizer.decode, number)
         try:
             done = await answer.run(lambda request: router.generate(request, number, number, role.timeout, lambda: None))
         finally:

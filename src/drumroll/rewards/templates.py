@@ -7,7 +7,7 @@ template stays as it is, and what is filled in is never searched for fields.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,40 @@ from typing import Any
 from drumroll.errors import ConfigError, DataError, did_you_mean
 
 FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
+SHORTENED = ("completion", "first", "second")
+"""Fields that are shortened where a question is too long for the judge."""
+
+
+class Question(str):
+    """A filled template that knows where its shortened fields stand."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+
+
+def _cut(text: str, spans: Sequence[tuple[int, int]], keep: int) -> str:
+    """The text with `keep` characters of each span, half from its beginning and half from its end, and a mark between."""
+    parts, at = [], 0
+    for start, end in spans:
+        if end - start > keep:
+            head, tail = start + (keep + 1) // 2, end - keep // 2
+            parts += [text[at:head], f"\n[... {tail - head} characters left out ...]\n"]
+            at = tail
+    return "".join([*parts, text[at:]])
+
+
+def fitting(question: str, size: Callable[[str], int], limit: int) -> str | None:
+    """The question with as much of the completion as fits into `limit` by `size`; of the whole where that is not enough; else None."""
+    if size(question) <= limit:
+        return question
+    whole = ((0, len(question)),)
+    for spans in (getattr(question, "spans", ()), whole):
+        low, high = -1, max((end - start for start, end in spans), default=0)  # low fits, or is -1; high does not
+        while high - low > 1:
+            keep = (low + high) // 2
+            low, high = (keep, high) if size(_cut(question, spans, keep)) <= limit else (low, keep)
+        if low >= 0:
+            return _cut(question, spans, low)
+    return None
 
 
 @dataclass(frozen=True)
@@ -68,16 +102,20 @@ def template(spec: str) -> Template:
     return Template(text)
 
 
-def fill(text: str, fields: Mapping[str, Any]) -> str:
+def fill(text: str, fields: Mapping[str, Any]) -> Question:
     """The question; a field that is not there is named."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in fields:
-            raise DataError(f"the judge's template needs '{name}', but there is only {', '.join(sorted(fields))}.")
-        return spelled(fields[name])
-
-    return FIELD.sub(value, text)
+    parts, spans, at = FIELD.split(text), [], 0
+    for place, part in enumerate(parts):
+        if place % 2:
+            if part not in fields:
+                raise DataError(f"the judge's template needs '{part}', but there is only {', '.join(sorted(fields))}.")
+            parts[place] = spelled(fields[part])
+            if part in SHORTENED:
+                spans.append((at, at + len(parts[place])))
+        at += len(parts[place])
+    question = Question("".join(parts))
+    question.spans = tuple(spans)
+    return question
 
 
 def spelled(value: Any) -> str:

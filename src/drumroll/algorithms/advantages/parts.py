@@ -37,11 +37,22 @@ class Scores:
     lengths: Tensor  # [samples] tokens that the policy wrote, trained or not
     config: AlgorithmConfig
     greedy: Tensor | None = None  # [samples] reward of the group's greedy sample; with needs=("greedy",)
-    token_rewards: Tensor | None = None  # [trained tokens] penalties, and the outcome at each trace's last one
+    token_rewards: Tensor | None = (
+        None  # [trained tokens] penalties; each turn's reward at its last token, else the outcome at a trace's
+    )
     values: Tensor | None = None  # [trained tokens] the critic's; with needs=("values",)
     trace_of: Tensor | None = None  # [trained tokens]
     passed: Tensor | None = None  # [samples] whether the reward was above 0, before anything was taken from it
     turns: TurnScores | None = None  # with the trait `turns`
+    chain_of: Tensor | None = (
+        None  # [trained tokens] equal for tokens of one episode, or of one trace where no episode was played
+    )
+
+    def chains(self) -> Tensor:
+        """[trained tokens] equal for tokens that later rewards are credited to: of one episode, else of one trace."""
+        chains = self.trace_of if self.chain_of is None else self.chain_of
+        assert chains is not None
+        return chains
 
     def successes(self) -> Tensor:
         """[samples] whether a sample passed."""
@@ -54,7 +65,7 @@ ESTIMATORS: Registry[Estimator] = Registry("algorithm.advantage")
 
 
 def discounted(values: Tensor, trace_of: Tensor, decay: float) -> Tensor:
-    """[trained tokens] each token's sum over itself and the later ones of its trace, decayed by distance."""
+    """[like values] each value's sum over itself and the later ones of its trace (or chain), decayed by distance."""
     if not len(values):
         return values.clone()
     starts = torch.cat([trace_of.new_tensor([0]), (trace_of[1:] != trace_of[:-1]).nonzero()[:, 0] + 1])
