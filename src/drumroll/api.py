@@ -83,7 +83,9 @@ async def _train(config: AnyConfig, open_run: Callable[[], Run], progress: Progr
 def _look(config: AnyConfig) -> None:
     """Find what is wrong with rewards and local files before any model is loaded."""
     search(config.import_from)
-    scan(config, Rewards(config.rewards()).required_columns)
+    rewards = Rewards(config.rewards())
+    rewards.check_roles(judge=config.roles.judge, reward_model=config.roles.reward_model)
+    scan(config, rewards.required_columns)
 
 
 def evaluate(model: str | Path, recipe: Recipe, overrides: Sequence[str] = ()) -> dict[str, float]:

@@ -152,6 +152,12 @@ def test_a_checkpoint_under_another_name_is_left_alone(tmp_path):
     assert (tmp_path / "step-000001-copy" / "weights").exists()
 
 
+def test_a_ledger_that_cannot_be_read_is_one_sentence(run):
+    (run.path / "ledger.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(StoreError, match=r"cannot open the ledger .*Move it away to continue with --resume, which rebuilds it"):
+        Ledger(run.path / "ledger.sqlite")
+
+
 HOLD = """
 import sys
 from pathlib import Path
