@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 from drumroll.sandbox.inside.clock import RunTime, family
 
 T = TypeVar("T")
-WALL = 20.0
-"""Wall seconds that a deadline allows for each of its seconds."""
 TICK = 0.2
 """Seconds between two looks at the clock."""
 
@@ -44,11 +42,16 @@ class Deadline:
     cpu: bool = False
     """The process counts its own CPU time, by `cpu_limit`; here only the wall limit counts."""
 
+    @property
+    def wall(self) -> float:
+        """The limit of wall time behind it, also for what the kernel ends a few seconds later."""
+        return max(60.0, 20.0 * self.seconds)
+
     async def wait(self, answer: Coroutine[Any, Any, T], pid: int) -> T:
         """The answer of a process; `RunTimeExceeded` if it and its descendants take longer, `TimeoutError` past the wall limit."""
         task = asyncio.ensure_future(answer)
         clock = None if self.cpu else RunTime(lambda: family(pid))
-        until, pause, late = time.monotonic() + WALL * self.seconds, min(self.seconds, TICK), None
+        until, pause, late = time.monotonic() + self.wall, min(self.seconds, TICK), None
         try:
             while not (await asyncio.wait({task}, timeout=pause))[0]:
                 if late is not None:
@@ -64,7 +67,7 @@ class Deadline:
     def _late(self, spent: float, too_busy: bool) -> TimeoutError | None:
         if spent >= self.seconds:
             return RunTimeExceeded(f"took longer than {self.seconds:g} s")
-        what = f"{self.seconds:g} s of {'CPU' if self.cpu else 'run'} time within {WALL * self.seconds:g} s"
+        what = f"{self.seconds:g} s of {'CPU' if self.cpu else 'run'} time within {self.wall:g} s"
         return TimeoutError(f"did not get {what}: the machine is too busy") if too_busy else None
 
 

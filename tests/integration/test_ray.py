@@ -287,6 +287,25 @@ def test_closing_a_group_closes_its_workers_and_ends_their_processes(runtime, pl
 # --- deaths and deadlines ---
 
 
+def test_deadlines_of_functions_are_told_apart_and_counted(runtime, play, mine):
+    from drumroll.cluster.seats import PoolSeat, RemotePool
+    from drumroll.deadline import CpuTimeExceeded
+
+    name = mine("import time\ndef loop():\n    while True: pass\ndef sleep(): time.sleep(1000)\ndef f(): return 1\n")
+
+    async def use():
+        pool = RemotePool(RayGroup(runtime, Role.REWARD, [PoolSeat]), sys.path)
+        with pytest.raises(CpuTimeExceeded, match=r"0\.3 s of CPU time"):
+            await pool.call(f"{name}:loop", {}, 0.3, cpu=True)
+        with pytest.raises(TimeoutError, match=r"^took longer than 0\.3 s$"):
+            await pool.call(f"{name}:sleep", {}, 0.3)
+        answer = await pool.call(f"{name}:f", {}, 30)
+        await pool.close()
+        return answer, pool.restarts, pool.struck
+
+    assert play(use()) == (1, 1, {"cpu": 1, "wall": 1})
+
+
 async def lose(group, rank, method, *args):
     with pytest.raises(WorkerLost) as lost:
         await group.call(rank, method, *args)

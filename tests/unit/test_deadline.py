@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from drumroll import deadline
 from drumroll.cluster.pool import KillablePool
 from drumroll.config.reward import RewardConfig
 from drumroll.config.sandbox import SandboxConfig
-from drumroll.deadline import CpuTimeExceeded, cpu_limit
+from drumroll.deadline import CpuTimeExceeded, Deadline, cpu_limit
 from drumroll.rewards import Scorer
 from drumroll.sample import Prompt, Sample
 from drumroll.sandbox import Limits, Status, Stdio, open_sandbox
@@ -156,7 +155,7 @@ def test_a_limit_ends_with_its_call(mine):
 
 def test_a_machine_too_busy_to_tell_is_a_failure_to_be_tried_again(mine, monkeypatch):
     """Sleep stands for a core that never comes."""
-    monkeypatch.setattr(deadline, "WALL", 1.0)
+    monkeypatch.setattr(Deadline, "wall", 0.3)
     name = mine("import time\ndef f(): time.sleep(100)")
     result, pool = called(f"{name}:f", {}, 0.3, cpu=True)
     assert type(result) is TimeoutError

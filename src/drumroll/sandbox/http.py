@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from drumroll.config.sandbox import SandboxConfig
-from drumroll.deadline import WALL
+from drumroll.deadline import Deadline
 from drumroll.errors import ConfigError, MissingExtra
 from drumroll.sandbox import SandboxError, box
 from drumroll.sandbox.grading import Grader, Job, decode_reply
@@ -60,7 +60,7 @@ class HttpSandbox(Grader):
             "language": "python",
             "code": START,
             "stdin": base64.b64encode(job.message()).decode(),
-            "run_timeout": WALL * job.limits.seconds + OVERHEAD,
+            "run_timeout": Deadline(job.limits.seconds).wall + OVERHEAD,
             "files": {name: base64.b64encode(data).decode() for name, data in files.items()},
         }
 
