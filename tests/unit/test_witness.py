@@ -45,6 +45,7 @@ FAMILIES = {
     "Llama 4": hf.Llama4TextConfig(),
     "Qwen3-Next": hf.Qwen3NextConfig(),
     "Jamba": hf.JambaConfig(),
+    "StableLM": hf.StableLmConfig(),
     "Mamba": hf.MambaConfig(),
     "BLOOM": hf.BloomConfig(),
 }
@@ -54,6 +55,7 @@ REFUSED = {
     "Llama 4": "type chunked_attention (Llama4TextDecoderLayer) use a mask that is not causal",
     "Qwen3-Next": "type linear_attention (Qwen3NextDecoderLayer) mix tokens outside",
     "Jamba": "type linear_attention (JambaMambaDecoderLayer) mix tokens outside",
+    "StableLM": "keywords given to the model do not reach its attention",
     "Mamba": "type linear_attention (MambaBlock) mix tokens outside",
     "BLOOM": "type BloomBlock (BloomBlock) mix tokens outside",
 }
@@ -86,7 +88,7 @@ def test_a_family_agrees_or_is_refused_with_its_layer_type(family):
 
 def small(family):
     """The witness model of a family, under weights that show its features."""
-    made = hf.AutoModelForCausalLM.from_config(witness._shrunk(module(family), widths=True), attn_implementation="eager")
+    made = hf.AutoModelForCausalLM.from_config(witness._shrunk(module(family)), attn_implementation="eager")
     trial = witness._Trial(made)
     assert witness._judge(trial) is None
     return trial
@@ -96,7 +98,7 @@ def small(family):
     ("family", "depth"), [("Llama", 1), ("Gemma 3", 6), ("Qwen3-Next", 4), ("DeepSeek-V3", 4), ("Cohere 2", 4)]
 )
 def test_the_witness_has_a_layer_of_every_kind(family, depth):
-    config = witness._shrunk(module(family), widths=True)
+    config = witness._shrunk(module(family))
     assert config.num_hidden_layers == depth
     assert getattr(config, "sliding_window", None) in (None, 8)
     made = hf.AutoModelForCausalLM.from_config(config)
@@ -104,6 +106,29 @@ def test_the_witness_has_a_layer_of_every_kind(family, depth):
     assert parts[0] == parts[1]
     assert set(witness.kinds(made)) == set(witness.kinds(module(family)))
     assert sum(p.numel() for p in made.parameters()) < 2e6
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 4096}
+ODD = {
+    **{
+        f"heads of {dim}": hf.LlamaConfig(hidden_size=6 * dim, num_attention_heads=6, num_key_value_heads=1)
+        for dim in (24, 68, 80)
+    },
+    "a fifth is rotated": hf.PhiConfig(
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.2}
+    ),
+    "a factor for each frequency": hf.Phi3Config(
+        rope_parameters=LONG | {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48}
+    ),
+    "a model that also sees": hf.Gemma3Config(),
+}
+
+
+@pytest.mark.parametrize("config", ODD.values(), ids=ODD.keys())
+def test_odd_sizes_can_be_made_small(config):
+    with torch.device("meta"):
+        made = hf.AutoModelForCausalLM.from_config(config)
+    witness.prove(made)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +238,7 @@ def rows():
         learner = "yes" if sentence is None else "no: " + sentence.split("cannot be used: ")[1].rpartition(";")[0]
         engine = "no"
         if sentence is None:
-            made = hf.AutoModelForCausalLM.from_config(witness._shrunk(module(family), widths=True))
+            made = hf.AutoModelForCausalLM.from_config(witness._shrunk(module(family)))
             made.set_attn_implementation(attention.NAME)
             try:
                 engine = "yes" if kv_shapes(made) else "no"

@@ -44,7 +44,7 @@ _VERDICTS: dict[tuple[type, str], str | None] = {}
 
 def prove(module: Any) -> None:
     """Refuse a model whose log-probs drumroll would not compute as transformers does. Its weights are not looked at."""
-    small = [_shrunk(module, widths=True), _shrunk(module, widths=False)]
+    small = [_shrunk(module), _shrunk(module, whole_heads=True)]
     key = (type(module), small[0].to_json_string())
     if key not in _VERDICTS:
         _VERDICTS[key] = _verdict(module, small)
@@ -87,8 +87,8 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _shrunk(module: Any, *, widths: bool) -> Any:
-    """A config of the same class with few layers and tokens and a short window; and narrow, if asked."""
+def _shrunk(module: Any, *, whole_heads: bool = False) -> Any:
+    """A config of the same class with few and narrow layers, few tokens and a short window."""
     config = copy.deepcopy(module.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -101,10 +101,10 @@ def _shrunk(module: Any, *, widths: bool) -> Any:
             setattr(text, name, value[:depth])
         elif name in ("sliding_window", "attention_chunk_size", "window_size") and value:
             setattr(text, name, WINDOW)
-        elif widths and isinstance(value, int):
+        elif isinstance(value, int):
             setattr(text, name, _narrow(name, value))
-    if widths and hasattr(text, "num_attention_heads"):
-        _narrow_heads(text)
+    if hasattr(text, "num_attention_heads"):
+        _narrow_heads(text, whole=whole_heads)
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = depth, VOCAB, None
     return config
 
@@ -120,13 +120,14 @@ def _narrow(name: str, value: int) -> int:
     return value
 
 
-def _narrow_heads(text: Any) -> None:
+def _narrow_heads(text: Any, *, whole: bool) -> None:
     """Few heads, shared among queries as before, and narrow unless a list in the config is as long as they are wide."""
     heads, shared = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     ropes = getattr(text, "rope_parameters", None) or {}
     listed = any(isinstance(v, list) for rope in (ropes, *ropes.values()) if isinstance(rope, dict) for v in rope.values())
-    divisor = 1 if listed else max(1, dim // HEAD_DIM)
+    fits = (d for d in range(dim // HEAD_DIM, 1, -1) if dim % d == 0 and dim // d % 2 == 0)  # rotary halves
+    divisor = 1 if whole or listed else next(fits, 1)
     for name, value in list(vars(text).items()):
         if name.endswith("head_dim") and isinstance(value, int):
             setattr(text, name, value // divisor)
@@ -200,8 +201,10 @@ def _eager_of(module: Any) -> Callable[..., tuple[Tensor, Any]]:
 
 
 def _switched(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, witness: Any, **more: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, witness: Any = None, **more: Any
 ) -> Any:
+    if witness is None:
+        raise TypeError("keywords given to the model do not reach its attention")
     return witness(module, query, key, value, attention_mask, more)
 
 
@@ -278,9 +281,10 @@ def _verdict(module: Any, small: list[Any]) -> str | None:
             try:
                 trial = _Trial(_made(type(module), config))
                 trial.eager(SEQUENCES[0])
-                return _judge(trial)
             except Exception as error:  # whatever a foreign class raises when its sizes do not fit
                 reason = _first_line(error)
+                continue
+            return _judge(trial)
     return f"no small model of class {type(module).__name__} could be made to check it ({reason})"
 
 
@@ -289,7 +293,10 @@ def _judge(trial: _Trial) -> str | None:
     effects, hidden = dict[str, float](), list[str]()
     for scale in SCALES:
         _fill(trial.model, trial.start, scale)
-        effects = trial.effects()
+        try:
+            effects = trial.effects()
+        except Exception as error:
+            return f"it does not run under another attention ({_first_line(error)})"
         hidden = [name for name, effect in effects.items() if 0 < effect < VISIBLE]
         if not hidden:
             break
