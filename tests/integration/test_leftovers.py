@@ -22,11 +22,18 @@ MARK = "DRUMROLL_TEST_MARK"
 
 def until(condition, process=None):
     deadline = time.monotonic() + PATIENCE
-    while not (found := condition()):
+    while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         assert process is None or process.poll() is None, "the run ended"
         time.sleep(0.05)
-    return found
+
+
+def until_gone(remaining):
+    """Wait until nothing remains, and name what does."""
+    deadline = time.monotonic() + PATIENCE
+    while found := remaining():
+        assert time.monotonic() < deadline, f"still there: {found}"
+        time.sleep(0.05)
 
 
 def running(process):
@@ -96,8 +103,8 @@ def killed(tmp_path, small):
         files, listening = held(everything | {controller})
         run.kill()
         run.wait()
-        until(lambda: not marked(mark) and not any(map(running, everything)))
-        until(lambda: not listening & sockets())  # the last of them may still be closing
+        until_gone(lambda: [lines(one) for one in {*filter(running, everything), *marked(mark)}])
+        until_gone(lambda: listening & sockets())  # the last of them may still be closing
         assert not [name for name in files if Path(name).exists()]
         return everything
 
@@ -217,7 +224,7 @@ def test_a_program_that_is_given_up(backend):
 
     mine = asyncio.run(go())
     assert len(mine) == 2
-    until(lambda: not any(map(running, mine)))
+    until_gone(lambda: [lines(one) for one in filter(running, mine)])
 
 
 RAY = {"runtime": "ray", "devices": 1, "kind": "cpu", "threads": 1}
