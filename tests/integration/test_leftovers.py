@@ -95,7 +95,8 @@ def killed(tmp_path, small):
         recipe = small(eval={"sets": {}}, import_from=[str(tmp_path)], threads=1, **changes)
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe).replace("MARK", mark))
         command = [sys.executable, "-m", "drumroll", "train", str(tmp_path / "recipe.yaml"), "--quiet"]
-        run = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, MARK: mark}, stdin=subprocess.DEVNULL)
+        env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {MARK: mark}
+        run = subprocess.Popen(command, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL)
         controller = psutil.Process(run.pid)
         started.append((run, mark, everything := set()))
         until((tmp_path / "began").exists if wanted is None else lambda: wanted(controller, mark), run)
@@ -230,6 +231,7 @@ def test_a_program_that_is_given_up(backend):
 RAY = {"runtime": "ray", "devices": 1, "kind": "cpu", "threads": 1}
 
 
+@pytest.mark.xdist_group("ray")
 def test_a_local_ray_with_a_judge(killed, tmp_path):
     """Ray's own processes, our workers in them, and the processes of rewards below those."""
     (tmp_path / "began").mkdir()
@@ -245,6 +247,7 @@ def test_a_local_ray_with_a_judge(killed, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_vllm(killed):
     pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
     module = "import pathlib, time\ndef reward(completion):\n    pathlib.Path(BEGAN).touch()\n    time.sleep(3600)\n"
