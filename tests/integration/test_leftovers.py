@@ -22,11 +22,18 @@ MARK = "DRUMROLL_TEST_MARK"
 
 def until(condition, process=None):
     deadline = time.monotonic() + PATIENCE
-    while not (found := condition()):
+    while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         assert process is None or process.poll() is None, "the run ended"
         time.sleep(0.05)
-    return found
+
+
+def until_gone(remaining):
+    """Wait until nothing remains, and name what does."""
+    deadline = time.monotonic() + PATIENCE
+    while found := remaining():
+        assert time.monotonic() < deadline, f"still there: {found}"
+        time.sleep(0.05)
 
 
 def running(process):
@@ -88,7 +95,8 @@ def killed(tmp_path, small):
         recipe = small(eval={"sets": {}}, import_from=[str(tmp_path)], threads=1, **changes)
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe).replace("MARK", mark))
         command = [sys.executable, "-m", "drumroll", "train", str(tmp_path / "recipe.yaml"), "--quiet"]
-        run = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, MARK: mark}, stdin=subprocess.DEVNULL)
+        env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {MARK: mark}
+        run = subprocess.Popen(command, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL)
         controller = psutil.Process(run.pid)
         started.append((run, mark, everything := set()))
         until((tmp_path / "began").exists if wanted is None else lambda: wanted(controller, mark), run)
@@ -96,8 +104,8 @@ def killed(tmp_path, small):
         files, listening = held(everything | {controller})
         run.kill()
         run.wait()
-        until(lambda: not marked(mark) and not any(map(running, everything)))
-        until(lambda: not listening & sockets())  # the last of them may still be closing
+        until_gone(lambda: [lines(one) for one in {*filter(running, everything), *marked(mark)}])
+        until_gone(lambda: listening & sockets())  # the last of them may still be closing
         assert not [name for name in files if Path(name).exists()]
         return everything
 
@@ -217,12 +225,13 @@ def test_a_program_that_is_given_up(backend):
 
     mine = asyncio.run(go())
     assert len(mine) == 2
-    until(lambda: not any(map(running, mine)))
+    until_gone(lambda: [lines(one) for one in filter(running, mine)])
 
 
 RAY = {"runtime": "ray", "devices": 1, "kind": "cpu", "threads": 1}
 
 
+@pytest.mark.xdist_group("ray")
 def test_a_local_ray_with_a_judge(killed, tmp_path):
     """Ray's own processes, our workers in them, and the processes of rewards below those."""
     (tmp_path / "began").mkdir()
@@ -238,6 +247,7 @@ def test_a_local_ray_with_a_judge(killed, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_vllm(killed):
     pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
     module = "import pathlib, time\ndef reward(completion):\n    pathlib.Path(BEGAN).touch()\n    time.sleep(3600)\n"
