@@ -162,8 +162,9 @@ def by_engine(role: JudgeRole, router: Router, tokenizer: Any) -> Transport:
                 f"roles.judge.max_prompt_tokens: {role.max_prompt_tokens} leaves no room for a question: an empty one has "
                 f"{len(renderer.prompt(''))} tokens."
             )
+        tokens = renderer.prompt(asked)
         sampling = Sampling(temperature=role.temperature, max_tokens=role.max_tokens)
-        answer = Continuation(f"judge-{number}", renderer.prompt(asked), sampling, number, tokenizer.decode, number)
+        answer = Continuation(f"judge-{number}", tokens, sampling, number, tokenizer.decode, number)
         try:
             done = await answer.run(lambda request: router.generate(request, number, number, role.timeout, lambda: None))
         finally:
