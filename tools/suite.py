@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-PYTEST = (sys.executable, "-m", "pytest", "-rs")
+PYTEST = (sys.executable, "-m", "pytest")
 PARALLEL = ("--numprocesses", "2", "--dist", "loadgroup")
 NUMERIC = tuple(
     f"tests/unit/test_{name}.py" for name in ("engine", "engine_models", "learner", "prefix", "algorithms", "batch")
@@ -45,21 +45,19 @@ class Part:
     name: str
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
-    quiet: bool = False  # needs a machine with nothing else on it
 
 
 PARTS = (
     Part("lint", (str(BIN / "ruff"), "check", ".")),
     Part("format", (str(BIN / "ruff"), "format", "--check", ".")),
     Part("types", (str(BIN / "pyrefly"), "check")),
-    Part("tests", (*PYTEST, "-m", "not slow and not alone and not peers", *PARALLEL), {"OMP_NUM_THREADS": "1"}),
+    Part("tests", (*PYTEST, "-m", "not slow and not peers", *PARALLEL), {"OMP_NUM_THREADS": "1"}),
     Part(
         "numerics on AVX2",
         (*PYTEST, *NUMERIC, "tests/unit/test_kernels.py", *QUARTER, *PARALLEL),
         AVX2 | {"OMP_NUM_THREADS": "1"},
     ),
     Part("numerics on any CPU", (*PYTEST, *NUMERIC, *QUARTER, *PARALLEL), PLAIN | {"OMP_NUM_THREADS": "1"}),
-    Part("tests alone", (*PYTEST, "-m", "alone and not slow and not peers"), quiet=True),
 )
 
 
@@ -71,7 +69,8 @@ def run(part: Part) -> bool:
 @contextmanager
 def beside(loops: int) -> Generator[None]:
     """Keep this many processes busy meanwhile."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
+    loop = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends with this process
+    busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(loops)]
     try:
         yield
     finally:
@@ -83,16 +82,11 @@ def beside(loops: int) -> Generator[None]:
 def main() -> int:
     """Run the parts; 1 if any failed."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument(
-        "--busy", type=int, default=0, metavar="N", help="run beside N busy loops, without the tests marked `alone`"
-    )
+    options.add_argument("--busy", type=int, default=0, metavar="N", help="run beside N busy loops")
     busy = options.parse_args().busy
     lines, failed = list[str](), 0
     with beside(busy):
         for part in PARTS:
-            if busy and part.quiet:
-                lines.append(f"{part.name:22} left out: it needs a quiet machine")
-                continue
             print(f"=== {part.name}", flush=True)
             began = time.monotonic()
             passed = run(part)
