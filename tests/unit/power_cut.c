@@ -22,10 +22,11 @@ static int key(int folder, const char *name, char *out, size_t room) {
 
 static void keep(int handle) {
     const char *kept = getenv("DISK_KEPT");
-    char own[96], path[4096], buffer[65536];
+    char own[96], path[4096], whole[4096], buffer[65536];
     struct stat found;
     if (!kept || fstat(handle, &found) || key(handle, "", own, sizeof own)) return;
-    snprintf(path, sizeof path, "%s/%s", kept, own);
+    snprintf(whole, sizeof whole, "%s/%s", kept, own);
+    snprintf(path, sizeof path, "%s/.%s", kept, own);
     FILE *copy = fopen(path, "w");
     if (!copy) return;
     if (S_ISDIR(found.st_mode)) {
@@ -35,12 +36,13 @@ static void keep(int handle) {
                 fprintf(copy, "%s %d %s\n", own, entry->d_type == DT_DIR, entry->d_name);
         if (names) closedir(names);
     } else {
-        snprintf(path, sizeof path, "/proc/self/fd/%d", handle);  /* it may have been opened for writing only */
-        int file = open(path, O_RDONLY);
+        char name[64];
+        snprintf(name, sizeof name, "/proc/self/fd/%d", handle);  /* it may have been opened for writing only */
+        int file = open(name, O_RDONLY);
         for (ssize_t got; (got = read(file, buffer, sizeof buffer)) > 0;) fwrite(buffer, 1, (size_t)got, copy);
         close(file);
     }
-    fclose(copy);
+    if (!fclose(copy)) rename(path, whole);  /* the process may be killed at any moment */
 }
 
 int fsync(int handle) {
