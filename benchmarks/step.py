@@ -125,6 +125,7 @@ def report(found: dict[str, list[dict[str, Any]]], ours: list[str], variants: li
 
     raw = {p: [round(r["seconds"], 2) for r in rs] for p, rs in found.items()}
     lengths = {p: round(statistics.mean(r["mean_length"] for r in rs), 1) for p, rs in found.items()}
+    assert len(set(lengths.values())) == 1, f"players did not do the same work: {lengths}"
     stages = {p: found[p][-1]["stages"] for p in ours}
     gigabytes = {p: round(memory(p), 2) for p in found}
     facts = {

@@ -46,7 +46,7 @@ class Turns(TrainerCallback):
 
 
 class Recorded(StoppingCriteria):
-    """Ends each row at its length. The padding after it is the end of sequence, which TRL counts: a row ends one token before."""
+    """Ends each row one token before its length: the first of the padding is an end of sequence, which TRL counts."""
 
     def __init__(self, width: int, lengths: list[int]) -> None:
         self.ends = torch.tensor([width + n - (n < max(lengths)) for n in lengths])
@@ -56,14 +56,14 @@ class Recorded(StoppingCriteria):
         return input_ids.shape[1] >= self.ends
 
 
-def record(model: Any, lengths: list[int]) -> None:
+def record(model: Any, end: int, lengths: list[int]) -> None:
     """Make the model write so many tokens in each row; `min_new_tokens` keeps ends of sequence out."""
     generate = model.generate
 
     def recorded(*inputs: Any, **options: Any) -> Any:
         ids = options.get("input_ids", inputs[0] if inputs else None)
         ends = StoppingCriteriaList([Recorded(ids.shape[1], lengths)])
-        return generate(*inputs, stopping_criteria=ends, **options)
+        return generate(*inputs, stopping_criteria=ends, pad_token_id=end, **options)
 
     model.generate = recorded
 
@@ -111,15 +111,16 @@ def main(path: str, variant: str, prompts: str, lengths: str) -> None:
             generation_kwargs={"min_new_tokens": TOKENS},
         )
         weights = torch.bfloat16 if variant == "bfloat16" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=weights)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=weights)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path)
         if generates:
-            record(model, json.loads(lengths))
+            record(model, tokenizer.eos_token_id, json.loads(lengths))
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=alternate,
             args=config,
             train_dataset=Dataset.from_list([{"prompt": row["prompt"], "domain": row.get("domain", "")} for row in rows]),
-            processing_class=AutoTokenizer.from_pretrained(path),
+            processing_class=tokenizer,
             callbacks=[Turns()],
             rollout_func=None if generates else saved(rows),
         )
