@@ -111,10 +111,11 @@ peers: $(VENV)/installed-dev .bench/trl/installed .bench/ifeval/installed .bench
 	.bench/openenv/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers/openenv.txt
 	@touch $@
 
-system: ## system packages of the tests (Debian: a C compiler, chromium, bubblewrap), where they are missing
+system: ## system packages of the tests (Debian: a C compiler, chromium, bubblewrap, iproute2), where they are missing
 	@command -v cc >/dev/null || ./tools/system-packages gcc libc6-dev
 	@command -v chromium >/dev/null || ./tools/system-packages chromium
 	@command -v bwrap >/dev/null || ./tools/system-packages bubblewrap
+	@command -v tc >/dev/null || ./tools/system-packages iproute2
 
 $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { ./tools/system-packages python3-venv && $(PYTHON) -m venv --clear $(VENV); }
