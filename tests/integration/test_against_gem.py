@@ -57,6 +57,7 @@ def test_a_cleared_board_pays_in_parts(told):
         assert sum(reward for _, reward, *_ in steps) == pytest.approx(1)
         assert [terminated for _, _, terminated, _, _ in steps] == [False] * (len(steps) - 1) + [True]
         assert all(info["effective"] for *_, info in steps)
+        assert steps[-1][-1]["success"]
 
 
 def test_an_answer_ends_its_question(told):

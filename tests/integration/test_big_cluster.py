@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
+import ray
 
 import drumroll
 
 pytestmark = pytest.mark.slow
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'drumroll[ray]'")
 
 
 @pytest.fixture

@@ -5,18 +5,17 @@ import signal
 from pathlib import Path
 
 import pytest
+import ray
 import yaml
 from test_reward_model import classifier
 
 import drumroll
+from drumroll.cluster.host import WorkerLost
+from drumroll.cluster.ray import RayGroup
+from drumroll.cluster.remote import RemoteWorkers
+from drumroll.cluster.seats import EngineSeat, LearnerSeat
 from drumroll.errors import ConfigError
 from drumroll.store.run import Run
-
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'drumroll[ray]'")
-from drumroll.cluster.host import WorkerLost  # noqa: E402
-from drumroll.cluster.ray import RayGroup  # noqa: E402
-from drumroll.cluster.remote import RemoteWorkers  # noqa: E402
-from drumroll.cluster.seats import EngineSeat, LearnerSeat  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -249,7 +249,6 @@ def test_a_local_ray_with_a_judge(killed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_vllm(killed):
-    pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
     module = "import pathlib, time\ndef reward(completion):\n    pathlib.Path(BEGAN).touch()\n    time.sleep(3600)\n"
     roles = {"rollout": {"backend": "vllm"}}
     everything = killed(module, None, cluster=RAY, reward="mine:reward", roles=roles, rollout={"reward_timeout": 3600})

@@ -13,17 +13,15 @@ from functools import partial
 
 import numpy as np
 import pytest
+import ray
 import torch
+from ray.util import list_named_actors, placement_group_table
 
-ray = pytest.importorskip("ray")
-
-from ray.util import list_named_actors, placement_group_table  # noqa: E402
-
-from drumroll.cluster.devices import DeviceRequest, Kind, Pool, lay_out  # noqa: E402
-from drumroll.cluster.group import LocalGroup, Role  # noqa: E402
-from drumroll.cluster.host import RemoteTraceback, WorkerError, WorkerLost, WorkerTimeout  # noqa: E402
-from drumroll.cluster.ray import ClusterError, RayGroup, RayRuntime, pool_of_cluster  # noqa: E402
-from drumroll.errors import DataError  # noqa: E402
+from drumroll.cluster.devices import DeviceRequest, Kind, Pool, lay_out
+from drumroll.cluster.group import LocalGroup, Role
+from drumroll.cluster.host import RemoteTraceback, WorkerError, WorkerLost, WorkerTimeout
+from drumroll.cluster.ray import ClusterError, RayGroup, RayRuntime, pool_of_cluster
+from drumroll.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 

@@ -221,14 +221,12 @@ from drumroll.rewards import symbolic
 symbolic.SECONDS, pause = 0.5, 0.6
 print(symbolic.equal_expressions("x+1", "1+x"))
 """
-    pytest.importorskip("math_verify")
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout == "True\n"
 
 
 @pytest.mark.parametrize(("cpu", "verdict"), [(True, 0.0), (False, None)], ids=["too long", "too busy"])
 def test_only_cpu_time_makes_an_answer_wrong(monkeypatch, cpu, verdict):
-    pytest.importorskip("math_verify")
 
     class Pool(KillablePool):
         async def call(self, path, arguments, seconds, cpu=False):

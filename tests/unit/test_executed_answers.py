@@ -3,11 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
-pytest.importorskip("math_verify")
-pytest.importorskip("gymnasium")
-
 PROGRAM = r"""
 import sys
 

@@ -1,13 +1,13 @@
 """A rank that fails in an update ends the update on its peers at once, and the controller reports the cause."""
 
 import asyncio
-import multiprocessing
 import time
 from queue import Empty
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked import FORKED
 from test_learner import batch
 
 from drumroll.algorithms.aggregations import Shares
@@ -29,7 +29,7 @@ PATIENCE = 600.0
 def rank(number, port, where, seconds, answers):
     """Train twice; rank 0 fails at `where` in the first update. Tells how both updates ended."""
     torch.set_num_threads(1)
-    ranks = Ranks.meet(number, 2, "127.0.0.1", port, device="cpu", seconds=seconds)
+    ranks = Ranks.meet(number, 2, "127.0.0.1", port, device="cpu", seconds=seconds, patience=PATIENCE)
     learner = TorchLearner(load("tiny-random", seed=1), OptimConfig(lr=1e-2), total_steps=1, ranks=ranks)
     work = Update(batch(), SFTLoss(), Shares("token_mean"))
     before = [p.detach().clone() for p in learner.master]
@@ -67,18 +67,10 @@ def rank(number, port, where, seconds, answers):
     time.sleep(PATIENCE)  # a process that ends would end the wait of its peers
 
 
-@pytest.fixture(scope="module")
-def context():
-    """Processes forked from one that has the imports; nothing is computed in it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_ranks", "transformers.models.llama.modeling_llama"])
-    return context
-
-
-def two_ranks(context, where, seconds=PATIENCE):
+def two_ranks(where, seconds=PATIENCE):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    answers = context.Queue()
-    started = [context.Process(target=rank, args=(n, store.port, where, seconds, answers)) for n in range(2)]
+    answers = FORKED.Queue()
+    started = [FORKED.Process(target=rank, args=(n, store.port, where, seconds, answers)) for n in range(2)]
     try:
         for process in started:
             process.start()
@@ -92,23 +84,23 @@ def two_ranks(context, where, seconds=PATIENCE):
 
 
 @pytest.mark.parametrize("where", ["minibatches", "aggregate", "backward", "clip"])
-def test_what_fails_before_the_step_is_voted_on(context, where):
+def test_what_fails_before_the_step_is_voted_on(where):
     """No rank steps, and the group stays usable."""
-    ends = two_ranks(context, where)
+    ends = two_ranks(where)
     assert ends[0][0] == ["MemoryError", "trained"]
     assert ends[1][0] == ["Interrupted", "trained"]
 
 
 @pytest.mark.parametrize("where", ["sum", "step"])
-def test_what_fails_in_the_step_ends_the_wait_of_the_others(context, where):
-    ends = two_ranks(context, where)
+def test_what_fails_in_the_step_ends_the_wait_of_the_others(where):
+    ends = two_ranks(where)
     assert ends[0] == (["MemoryError", "PeerFailed"], True)
     assert ends[1][0][-1] == "PeerFailed"
     assert ends[1][1] is (where == "sum")  # a peer that has summed steps alone, and fails in the next update
 
 
-def test_a_peer_that_never_comes_is_waited_for_until_the_collective_deadline(context):
-    assert two_ranks(context, "absent", seconds=3.0)[1][0][0] == "PeerFailed"
+def test_a_peer_that_never_comes_is_waited_for_until_the_collective_deadline():
+    assert two_ranks("absent", seconds=3.0)[1][0][0] == "PeerFailed"
 
 
 class Part:

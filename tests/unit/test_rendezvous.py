@@ -1,10 +1,10 @@
 """One address for stores and groups of a process, and failures to meet as one sentence."""
 
-import multiprocessing
 import socket
 
 import pytest
 import torch
+from forked import FORKED
 
 from drumroll.cluster.bus.broadcast import BroadcastReceiver, Meeting
 from drumroll.cluster.rendezvous import LOOPBACK, MeetingError, address_of, find_store, open_store, steer_nccl
@@ -40,9 +40,8 @@ def rank(number, port, addresses, answers):
 
 
 def test_ranks_listen_at_the_address_they_are_given_whatever_the_host_name_means():
-    context = multiprocessing.get_context("forkserver")
-    store, answers = open_store(ONE), context.Queue()
-    processes = [context.Process(target=rank, args=(n, store.port, (ONE, TWO), answers)) for n in range(2)]
+    store, answers = open_store(ONE), FORKED.Queue()
+    processes = [FORKED.Process(target=rank, args=(n, store.port, (ONE, TWO), answers)) for n in range(2)]
     for process in processes:
         process.start()
     found = sorted(answers.get(timeout=120) for _ in processes)
