@@ -148,8 +148,9 @@ class RayRuntime:
             )
         env = {
             "OMP_NUM_THREADS": str(place[0].threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-        }  # those who wait leave the cores to others
+            "OMP_WAIT_POLICY": "PASSIVE",  # those who wait leave the cores to others
+            "RAY_kill_child_processes_on_worker_exit": "false",  # Python's tracker frees vLLM's shared memory after its processes
+        }
         if place[0].kind is Kind.CPU:
             env["CUDA_VISIBLE_DEVICES"] = ""
         elif len(place) > 1:
