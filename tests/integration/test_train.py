@@ -212,7 +212,7 @@ def test_failing_rewards_are_recorded_and_the_run_goes_on(small, mine):
     failed = [s for s in run.samples if s["fate"] == "failed"]
     assert run.metrics[1]["rollout/failed"] == 4
     assert len(failed) == 8
-    assert failed[0]["failure"] == "RuntimeError in reward 'f': index zero is unlucky"
+    assert failed[0]["failure"] == f"RuntimeError in reward 'f': index zero is unlucky ({name}.py, line 2)"
     assert sum(s["fate"] == "trained" for s in run.samples) == 24
 
 
