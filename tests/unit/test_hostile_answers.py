@@ -115,3 +115,4 @@ def test_regular_expressions():
     for sample in ask(RewardConfig(use="regex"), rows, 2.0):
         assert sample.failure is not None
         assert sample.failure.kind in ("CpuTimeExceeded", "ValueError")
+        assert not sample.failure.passing  # another try would end alike

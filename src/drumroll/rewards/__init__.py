@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
 from drumroll.config.sandbox import SandboxConfig
+from drumroll.deadline import CpuTimeExceeded
 from drumroll.errors import ConfigError, MissingExtra, being_cancelled, user_frames
 from drumroll.registry import Registry
 from drumroll.sample import ENVIRONMENT, Failure, Sample
@@ -336,7 +337,7 @@ class Scorer(Rewards):
         kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
         late = kind == TimeoutError.__name__ or isinstance(error, TimeoutError)
         text = str(error) or (f"took longer than {self.timeout:g} s" if late else "")
-        passing = late and self._trials[reward.function].returned
+        passing = late and not isinstance(error, CpuTimeExceeded) and self._trials[reward.function].returned
         return Failure(kind, f"reward '{reward.name}'", text, user_frames(error), passing)
 
     async def close(self) -> None:

@@ -114,7 +114,7 @@ class Evaluator:
         for _ in range(self.rollout.retries + 1):
             sample.failure = None
             await self.scorer.score(sample)
-            if sample.failure is None or sample.failure.kind != TimeoutError.__name__:
+            if sample.failure is None or not sample.failure.passing:
                 break
 
     async def attempt(self, sample: Sample, sampling: Sampling, count: int, name: str, stream: str) -> None:
