@@ -66,7 +66,8 @@ def prompts(folder: Path, model: Path) -> Path:
             chat = [{"role": "user", "content": row["prompt"]}]
             text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             domain = ("equal", "differ")[number % 2]
-            file.write(json.dumps({"prompt": text, "answer": "never written", "domain": domain}) + "\n")
+            row = {"prompt": text, "asked": row["prompt"], "answer": "never written", "domain": domain}
+            file.write(json.dumps(row) + "\n")  # ours renders the chat itself: a control token in a text is content
     return path
 
 
@@ -79,7 +80,7 @@ def recipe(folder: Path, model: Path, data: Path, dtype: str) -> Path:
                 "name": "step",
                 "model": str(model),
                 "steps": 1000,
-                "data": {"train": {"sums": {"source": str(data), "chat": False}}, "shuffle": False},
+                "data": {"train": {"sums": {"source": str(data), "prompt": "asked"}}, "shuffle": False},
                 "rollout": {"prompts": 8, "samples": 8, "max_tokens": 64},
                 "roles": {"actor": {"dtype": dtype}, "rollout": {"slots": 64}},
                 "reward": {"equal": "exact", "differ": DIFFER},

@@ -21,6 +21,7 @@ import drumroll
 from drumroll.engines import Completion, Request
 from drumroll.engines.native import NativeEngine
 from drumroll.observe.progress import Quiet
+from drumroll.sample import StopReason
 
 Metrics = Mapping[str, float]
 
@@ -57,7 +58,10 @@ def record(lengths: list[int]) -> None:
         if self.model.eos:
             self.model = dataclasses.replace(self.model, eos=frozenset())
         sampling = dataclasses.replace(request.sampling, max_tokens=lengths[request.place % len(lengths)])
-        return await generate(self, dataclasses.replace(request, sampling=sampling))
+        done = await generate(self, dataclasses.replace(request, sampling=sampling))
+        if done.stop is StopReason.LENGTH:
+            done.stop = StopReason.EOS  # else the scheduler would ask for the rest of its own limit
+        return done
 
     NativeEngine.generate = recorded  # type: ignore[method-assign]
 

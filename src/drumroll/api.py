@@ -15,6 +15,7 @@ from drumroll.config import AnyConfig, RLConfig, load
 from drumroll.data.scan import scan
 from drumroll.errors import ConfigError, RolloutError
 from drumroll.observe.progress import Progress, Quiet
+from drumroll.observe.trackers import check_installed
 from drumroll.pipelines import sft
 from drumroll.registry import search
 from drumroll.rewards import Rewards
@@ -85,6 +86,7 @@ def _look(config: AnyConfig) -> None:
     search(config.import_from)
     rewards = Rewards(config.rewards())
     rewards.check_roles(judge=config.roles.judge, reward_model=config.roles.reward_model)
+    check_installed(config.trackers)
     scan(config, rewards.required_columns)
 
 

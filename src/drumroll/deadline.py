@@ -26,6 +26,10 @@ class CpuTimeExceeded(TimeoutError):
     """A pure computation used up its CPU time. It would do so again: it may be judged by that, and is not tried again."""
 
 
+class MachineBusy(TimeoutError):
+    """A process did not get the time that it may take. Another try may end otherwise."""
+
+
 class RunTimeExceeded(TimeoutError):
     """Processes took longer than they may, waiting for a core aside."""
 
@@ -48,7 +52,7 @@ class Deadline:
         return max(60.0, 20.0 * self.seconds)
 
     async def wait(self, answer: Coroutine[Any, Any, T], pid: int) -> T:
-        """The answer of a process; `RunTimeExceeded` if it and its descendants take longer, `TimeoutError` past the wall limit."""
+        """The answer of a process; `RunTimeExceeded` if it and its descendants take longer, `MachineBusy` past the wall limit."""
         task = asyncio.ensure_future(answer)
         clock = None if self.cpu else RunTime(lambda: family(pid))
         until, pause, late = time.monotonic() + self.wall, min(self.seconds, TICK), None
@@ -68,7 +72,7 @@ class Deadline:
         if spent >= self.seconds:
             return RunTimeExceeded(f"took longer than {self.seconds:g} s")
         what = f"{self.seconds:g} s of {'CPU' if self.cpu else 'run'} time within {self.wall:g} s"
-        return TimeoutError(f"did not get {what}: the machine is too busy") if too_busy else None
+        return MachineBusy(f"did not get {what}: the machine is too busy") if too_busy else None
 
 
 @contextmanager

@@ -104,8 +104,9 @@ def user_frames(error: BaseException) -> str:
     """
     if isinstance(brought := getattr(error, "frames", None), str):
         return brought
-    causes, cause = [], error
-    while cause is not None:
+    causes, cause, seen = [], error, set[int]()
+    while cause is not None and id(cause) not in seen:  # `raise error from error` is its own cause
+        seen.add(id(cause))
         causes.append([f for f in traceback.extract_tb(cause.__traceback__) if _foreign(f.filename)])
         cause = cause.__cause__ or cause.__context__
     own = [[f for f in frames if not _installed(f.filename)] for frames in causes]

@@ -171,6 +171,17 @@ def test_a_dry_run_finds_what_does_not_exist(drumroll, recipe, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_finds_a_wrong_argument_of_an_environment(drumroll, recipe):
+    lakes = {"source": "drumroll.envs.rows:episodes", "args": {"env": "frozen_lake", "style": "compact"}}
+    path = recipe(
+        data={"train": {"lake": lakes}}, environment={"use": "frozen_lake", "args": {"szie": 4}}, reward={}, eval={"sets": {}}
+    )
+    code, _, err = drumroll("train", path, "--dry-run")
+    assert code == 2
+    assert "environment 'frozen_lake' cannot start an episode: TypeError" in err
+    assert "szie" in err
+
+
 def test_a_dry_run_shows_a_prompt_and_a_silent_hub_is_a_warning(drumroll, recipe, monkeypatch):
     lines = drumroll("train", recipe(), "--dry-run")[1].splitlines()
     at = lines.index("# the first prompt of data.train.reversal:")

@@ -32,6 +32,7 @@ def dashboard(tmp_path):
     }
     command = ["ray", "start", "--head", "--block", f"--port={free_port()}", "--num-cpus=2", "--disable-usage-stats"]
     command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={port}"]
+    command += [f"--dashboard-agent-listen-port={free_port()}"]  # another Ray may have the usual one
     with (tmp_path / "ray.txt").open("w") as log:
         head = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         until = time.monotonic() + 120

@@ -69,6 +69,8 @@ def test_a_step_without_a_gradient_is_told_with_the_reason(trained, drumroll, tm
     assert code == 1
     assert "no group would give a gradient" in " ".join(out.split())
     assert "ready" not in out
+    _, out, _ = drumroll("check", str(tmp_path / "recipe.yaml"), "algorithm.advantage=reinforce")
+    assert "gradient" not in " ".join(out.split()).partition("problem:")[2]  # it does not compare the samples of a group
 
 
 FULL = """

@@ -1,5 +1,6 @@
 """Benchmarks count the arithmetic that is done, and fail when a figure cannot be true."""
 
+import asyncio
 import json
 import random
 import subprocess
@@ -22,6 +23,9 @@ from drumroll.algorithms import Algorithm  # noqa: E402
 from drumroll.batch import pack  # noqa: E402
 from drumroll.config.algorithm import AlgorithmConfig  # noqa: E402
 from drumroll.config.optim import OptimConfig  # noqa: E402
+from drumroll.engines import Sampling  # noqa: E402
+from drumroll.engines.continuation import Continuation  # noqa: E402
+from drumroll.engines.native import NativeEngine  # noqa: E402
 from drumroll.learners import Update  # noqa: E402
 from drumroll.learners.torch import TorchLearner  # noqa: E402
 from drumroll.models.loading import load  # noqa: E402
@@ -142,3 +146,22 @@ def test_the_limit_is_measured_once(monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     assert [limit_gflops("float32"), limit_gflops("float32")] == [123.5, 123.5]
     assert asked == [("float32", False)]
+
+
+def test_our_player_writes_the_recorded_lengths(monkeypatch):
+    """Whatever limit the scheduler has: it must not ask for what a recorded length leaves of it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
+    import ours_step
+
+    monkeypatch.setattr(NativeEngine, "generate", NativeEngine.generate)
+    ours_step.record([3, 5])
+
+    async def go():
+        engine = NativeEngine(load("tiny"), slots=2, context=32)
+        try:
+            turns = [Continuation(str(n), (1, 2, 3), Sampling(max_tokens=8), n, str, n) for n in range(4)]
+            return [len((await turn.run(engine.generate)).tokens) for turn in turns]
+        finally:
+            engine.close()
+
+    assert asyncio.run(go()) == [3, 5, 3, 5]

@@ -14,6 +14,7 @@ from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.reward import RewardConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
+from drumroll.deadline import CpuTimeExceeded, MachineBusy
 from drumroll.engines import Completion
 from drumroll.envs.episodes import Episodes
 from drumroll.errors import ConfigError, RolloutError, user_frames
@@ -383,3 +384,41 @@ def test_a_reward_that_returns_for_others_is_tried_again():
     assert {s.index for s in group.samples} == {2, 3, 4, 5, 6, 7, 8}
     assert calls == {0: 3, 1: 3, 3: 2, **dict.fromkeys((2, 4, 5, 6, 7, 8), 1)}
     assert len(told) == 1
+
+
+def test_an_exception_that_is_its_own_cause_has_frames():
+    def fail():
+        try:
+            raise ValueError("round")
+        except ValueError as error:
+            raise error from error
+
+    with pytest.raises(ValueError, match="round") as caught:
+        fail()
+    assert "test_failures.py" in user_frames(caught.value)
+
+
+@pytest.mark.parametrize(("error", "called"), [(CpuTimeExceeded, 9), (MachineBusy, 9), (TimeoutError, TRIALS)])
+def test_only_a_function_that_is_late_itself_is_given_up(error, called):
+    """A text that takes too long is one sample's, and a busy machine is nobody's; a busy machine is tried again."""
+
+    class Late:
+        struck: dict[str, int] = {}
+        calls = 0
+
+        async def call(self, path, arguments, seconds, cpu=False):
+            self.calls += 1
+            raise error("late")
+
+        async def close(self):
+            pass
+
+    async def go():
+        pool = Late()
+        scorer = Scorer({"*": [RewardConfig(use="regex", args={"pattern": "x"})]}, 1.0, pool)
+        samples = [Sample(Prompt(str(i), "d", "", (1,)), i, 0, completion="y") for i in range(9)]
+        for sample in samples:
+            await scorer.score(sample)
+        return pool.calls, [s.failure.passing for s in samples]
+
+    assert asyncio.run(go()) == (called, [error is MachineBusy] * 9)

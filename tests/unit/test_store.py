@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -129,7 +130,8 @@ def test_a_run_that_ended_before_its_first_step_does_not_block_its_name(small, r
     config = load(small()).config
     run.append_metrics(0, {"eval/sums": 0.5})
     run.write_rollouts("eval", 0, [])
-    run.write_rollouts("train", 1, [])  # the samples that failed
+    run.write_rollouts("train", 1, [])  # the samples that failed, with their report
+    (run.path / "report.html").write_text("")
     Ledger(run.path / "ledger.sqlite").close()
     Run.create(config)
     assert [p.name for p in run.path.iterdir()] == ["config.yaml"]
@@ -243,3 +245,46 @@ def test_new_folder_replaces_a_complete_one_only_when_complete(tmp_path):
     with pytest.raises(KeyError), new_folder(target) as folder:
         raise KeyError
     assert (target / "a").read_text() == "old"
+
+
+def test_rows_of_a_life_that_was_superseded_are_no_record_of_the_next(tmp_path):
+    """Steps done again after a crash have the draws of the first time; a ledger that lost the second time is rebuilt whole."""
+    outcome = {"id": "7.0", "prompt_id": "p", "domain": "d", "fate": "trained", "stop": "eos", "reward": 1.0, "tokens": 3}
+    row = outcome | {"failure": None, "history": "[]", "step": 6}
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.rebuild({6: None}, [row])
+    ledger.resume(5)
+    assert ledger.fates() == [("superseded", 1)]
+    ledger.rebuild({6: "step-000006"}, [row])
+    assert ("trained", 1) in ledger.fates()
+    ledger.close()
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from drumroll.store.lock import locked
+with locked(Path(sys.argv[1])):
+    if os.fork() == 0:
+        time.sleep(300)
+        os._exit(0)
+    print("held", flush=True)
+    time.sleep(300)
+"""
+
+
+def test_a_lock_dies_with_its_holder_though_a_child_of_it_lives(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(StoreError, match=f"in use by process {process.pid}"), locked(tmp_path / "run"):
+            pass
+        process.kill()
+        process.wait()
+        with locked(tmp_path / "run") as exclusive:
+            assert exclusive
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)

@@ -89,13 +89,16 @@ def _be_guardian(owner: int) -> None:
     unwatched: set[int] = set()
     ended = False
     while not ended:
-        for fd, _ in poll.poll():
+        for fd, _ in poll.poll(1000 * LOOK_SECONDS if unwatched else None):
             if fd in watched:
                 poll.unregister(fd)
                 os.close(fd)
                 _kill_group(watched.pop(fd))
             else:
                 ended |= _read(poll, watched, unwatched) or fd != 0
+        for pid in filter(_gone, list(unwatched)):  # before its number is another's
+            unwatched.discard(pid)
+            _kill_group(pid)
     for pid in (*watched.values(), *unwatched):
         _kill_group(pid)
         with suppress(ProcessLookupError, PermissionError):
@@ -117,6 +120,16 @@ def _read(poll: select.poll, watched: dict[int, int], unwatched: set[int]) -> bo
             else:
                 watched[handle] = pid
         return True
+    return False
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
     return False
 
 

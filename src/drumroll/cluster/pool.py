@@ -28,7 +28,7 @@ from typing import Any
 from typing_extensions import override
 
 from drumroll.cluster import lifeline
-from drumroll.deadline import CpuTimeExceeded, Deadline, cpu_limit
+from drumroll.deadline import CpuTimeExceeded, Deadline, MachineBusy, cpu_limit
 
 HEADER = 8
 IDLE_SECONDS = 60.0
@@ -81,7 +81,7 @@ class KillablePool:
         """The function's result. The deadline counts from when a worker has the function.
 
         It is in run time: past it a `TimeoutError` is raised. A pure computation (`cpu`) is limited in CPU time instead: past it a
-        `CpuTimeExceeded` is raised, and a plain `TimeoutError` only when the machine is too busy to give it that time.
+        `CpuTimeExceeded` is raised. `MachineBusy` is raised when the machine does not give a process that time.
         """
         try:
             return await self._call(path, arguments, Deadline(seconds, cpu))
@@ -143,7 +143,7 @@ class KillablePool:
         try:
             return await deadline.wait(_talk(process, job), process.pid)
         except TimeoutError as error:
-            raise TimeoutError(f"{what}{error}") from None
+            raise (MachineBusy if isinstance(error, MachineBusy) else TimeoutError)(f"{what}{error}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await process.wait()
             if code == -signal.SIGXCPU and deadline.cpu:
@@ -164,7 +164,7 @@ class KillablePool:
 
 async def _end(worker: asyncio.subprocess.Process) -> None:
     """Kill a process with its group and wait until it and its pipes are gone."""
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # which some systems raise for a group of zombies
         os.killpg(worker.pid, signal.SIGKILL)
     with suppress(ConnectionError):
         await worker.communicate()

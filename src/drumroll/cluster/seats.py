@@ -53,7 +53,8 @@ def make_seat(
     ranks = Ranks(rank, count)
     if meeting is not None and make not in ("make_reference", "make_teacher"):
         host, port, addresses = meeting
-        seconds, patience = config.cluster.collective_timeout, config.cluster.start_timeout
+        seconds = config.cluster.collective_timeout
+        patience = max(seconds, config.cluster.start_timeout)  # processes of one group may start minutes apart
         ranks = Ranks.meet(rank, count, host, port, device=where, seconds=seconds, address=addresses[rank], patience=patience)
     return LearnerSeat(getattr(roles, make)(config, ranks))
 

@@ -25,10 +25,10 @@ class ClusterConfig(Section):
     interface: str | None = None
     """Network interface through which stores, gloo and NCCL of a run join its machines, for example ib0. Default: the one with the address that Ray knows of each."""
     start_timeout: float = Field(120.0, gt=0)
-    """Seconds to wait for the cluster to give the run its devices, and for the ranks of a role to meet."""
+    """Seconds to wait for the cluster to give the run its devices."""
     call_timeout: float = Field(3600.0, gt=0)
     """Seconds that one call to a worker may take."""
-    collective_timeout: float = Field(600.0, gt=0)
+    collective_timeout: float = Field(1800.0, gt=0)
     """Seconds that ranks of a role wait for each other in an update: more than the slowest rank needs longer than the quickest for a minibatch."""
     replace_engines: bool = True
     """Start a new engine in place of one that is lost."""

@@ -165,7 +165,7 @@ class Episode:
             if isinstance(error, asyncio.CancelledError) and being_cancelled():
                 raise
             kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
-            text = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else str(error)
+            text = str(error) or (f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else "")
             failure = Failure(kind, boundary, text, user_frames(error))
             if isinstance(error, TimeoutError):
                 self.episodes.report_late(self.sample, failure)

@@ -161,7 +161,9 @@ class TorchLearner:
         try:
             stopped = self.ranks.any(failure is not None)
         except PeerFailed as lost:
-            raise failure or lost from lost
+            if failure is None:
+                raise
+            raise failure from lost
         if stopped:
             self._drop_gradients()
             raise failure or Interrupted("another rank stopped in this update")

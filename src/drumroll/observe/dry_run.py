@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import closing
 
 from drumroll.cluster.workers import open_algorithm
 from drumroll.config import AnyConfig, RLConfig
@@ -18,7 +19,7 @@ from drumroll.data.source import RequiredColumns, RowCheck, no_columns
 from drumroll.data.split import Row
 from drumroll.envs.host import Stage, agent_path, exists
 from drumroll.envs.host import find as find_environment
-from drumroll.errors import DataError, DrumrollError, HubError, ModelError
+from drumroll.errors import ConfigError, DataError, DrumrollError, HubError, ModelError, user_frames
 from drumroll.models.loading import find as find_model
 from drumroll.models.loading import load_tokenizer
 from drumroll.models.tiny import NAMES
@@ -112,11 +113,15 @@ def _episode(renderer: Renderer | None, scene: Scene, row: Row) -> str:
     """The first observation, where the environment is our own; others may need servers."""
     if not exists(scene.use):
         return f"(what the environment {scene.use} shows first)"
-    stage = Stage(scene.use, scene.args)
     try:
-        first = asyncio.run(stage.reset(0, row))
-    finally:
-        stage.close()
+        with closing(Stage(scene.use, scene.args)) as stage:
+            first = asyncio.run(stage.reset(0, row))
+    except DrumrollError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"environment '{scene.use}' cannot start an episode: {type(error).__name__}: {error}.\n{user_frames(error)}".rstrip()
+        ) from error
     if renderer is None:
         return first if isinstance(first, str) else json.dumps(first, ensure_ascii=False)
     return renderer.tokenizer.decode(Conversation(renderer, first, chat=scene.chat, system=scene.system).prompt())

@@ -16,6 +16,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from drumroll.algorithms.advantages import ESTIMATORS
 from drumroll.cluster.workers import open_workers
 from drumroll.config import RLConfig
 from drumroll.data.render import Renderer
@@ -219,6 +220,7 @@ async def _start(config: RLConfig, player: Evaluator, domain: str, prompts: Sequ
     samples = await asyncio.gather(*(one(d, p, i) for d, p in enumerate(prompts) for i in range(own.samples)))
     rewards = [s.reward or 0.0 for s in samples]
     groups = [rewards[i : i + own.samples] for i in range(0, len(rewards), own.samples)]
+    compares = ESTIMATORS.traits(config.algorithm.advantage).get("grouped")  # others learn from equal rewards too
     count, threshold = len(samples), config.eval.pass_threshold
     cut = [s.stop for s in samples if s.stop in (StopReason.LENGTH, StopReason.CONTEXT)]
     episode = "environment.context" if config.environment.mode == "trajectory" else "data.max_prompt_tokens"
@@ -226,7 +228,7 @@ async def _start(config: RLConfig, player: Evaluator, domain: str, prompts: Sequ
         domain,
         sum(s.success is True or (s.success is None and (s.reward or 0.0) > threshold) for s in samples) / count,
         statistics.mean(rewards),
-        sum(max(g) - min(g) > 1e-9 for g in groups) / len(groups),
+        sum(not compares or max(g) - min(g) > 1e-9 for g in groups) / len(groups),
         len(cut) / count,
         "rollout.max_tokens" if cut.count(StopReason.LENGTH) * 2 >= len(cut) else episode,
         statistics.mean(s.policy_length() for s in samples),

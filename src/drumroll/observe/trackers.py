@@ -6,7 +6,7 @@ Whatever a tracker raises is one sentence. The run goes on without it, unless th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from drumroll.config.run import TrackerConfig
@@ -59,8 +59,14 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+def check_installed(trackers: Sequence[TrackerConfig]) -> None:
+    """Refuse trackers whose packages are missing."""
+    for tracker in trackers:
+        _need(tracker.kind)
+
+
 def _tensorboard(run: Run, config: TrackerConfig) -> tuple[Log, Callable[[], None]]:
-    _need("tensorboard", "the TensorBoard tracker")
+    _need("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(run.path / "tensorboard"))
@@ -73,7 +79,7 @@ def _tensorboard(run: Run, config: TrackerConfig) -> tuple[Log, Callable[[], Non
 
 
 def _wandb(run: Run, config: TrackerConfig) -> tuple[Log, Callable[[], None]]:
-    wandb: Any = _need("wandb", "the Weights & Biases tracker")
+    wandb: Any = _need("wandb")
     live = wandb.init(
         project=config.project,
         name=run.config.name,
@@ -84,13 +90,14 @@ def _wandb(run: Run, config: TrackerConfig) -> tuple[Log, Callable[[], None]]:
     return lambda step, metrics: live.log(dict(metrics), step=step), live.finish
 
 
-def _need(module: str, feature: str) -> Any:
+def _need(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise MissingExtra(feature, module) from None
+        raise MissingExtra(f"the {NAMES[module]} tracker", module) from None
 
 
+NAMES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 OPEN: dict[str, Callable[[Run, TrackerConfig], tuple[Log, Callable[[], None]]]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,

@@ -72,12 +72,13 @@ class Demonstrations:
         raise DataError(f"{reader.name}: 1000 rows in a row cannot be used; the last: {defect}")
 
     def state(self) -> dict[str, Any]:
-        """The place in the row order."""
-        return self.source.state()
+        """The place in the row order, and the rows skipped before it."""
+        return {**self.source.state(), "skipped": dict(self.skipped)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Return to a place in the row order."""
         self.source.restore(state)
+        self.skipped = Counter(state.get("skipped", {}))
         self._sound = True
 
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
 from drumroll.config.sandbox import SandboxConfig
-from drumroll.deadline import CpuTimeExceeded
+from drumroll.deadline import CpuTimeExceeded, MachineBusy
 from drumroll.errors import ConfigError, MissingExtra, being_cancelled, user_frames
 from drumroll.registry import Registry
 from drumroll.sample import ENVIRONMENT, Failure, Sample
@@ -219,6 +219,11 @@ class Trial:
         try:
             yield
             self.returned = True
+        except CpuTimeExceeded:  # the sample's text is to blame, not the function
+            self.returned = True
+            raise
+        except MachineBusy:  # nobody is to blame
+            raise
         except TimeoutError:
             self.late += 1
             raise
@@ -282,7 +287,7 @@ class Scorer(Rewards):
         super().__init__(by_domain)
         self.timeout = timeout
         self.notify = notify
-        self._trials: dict[RewardFunction, Trial] = {}
+        self._trials: dict[int, Trial] = {}  # by reward
         self.pool = pool or KillablePool(2)
         self.check_roles(judge=judge, reward_model=reward_model)
         self.sandbox: Sandbox | None = (
@@ -313,7 +318,7 @@ class Scorer(Rewards):
 
     async def _call(self, reward: Reward, sample: Sample) -> float | None:
         """Call a reward, unless it has never returned; the first call that is late is reported at once."""
-        trial = self._trials.setdefault(reward.function, Trial())
+        trial = self._trials.setdefault(id(reward), Trial())
         if not await trial.admit():
             raise TimeoutError(
                 f"not called, because it took longer than {self.timeout:g} s for all {trial.late} samples before"
@@ -337,7 +342,8 @@ class Scorer(Rewards):
         kind = error.kind if isinstance(error, RemoteError) else type(error).__name__
         late = kind == TimeoutError.__name__ or isinstance(error, TimeoutError)
         text = str(error) or (f"took longer than {self.timeout:g} s" if late else "")
-        passing = late and not isinstance(error, CpuTimeExceeded) and self._trials[reward.function].returned
+        again = late and not isinstance(error, CpuTimeExceeded) and self._trials[id(reward)].returned
+        passing = again or isinstance(error, MachineBusy)
         return Failure(kind, f"reward '{reward.name}'", text, user_frames(error), passing)
 
     async def close(self) -> None:

@@ -216,9 +216,10 @@ class Ledger:
 
 
 _ADD_SAMPLE = """INSERT OR REPLACE INTO samples SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11
-    WHERE NOT EXISTS (SELECT 1 FROM samples WHERE draw = ?2 AND attempt = ?3 AND place = ?4 AND step = ?11)"""
+    WHERE NOT EXISTS (SELECT 1 FROM samples WHERE draw = ?2 AND attempt = ?3 AND place = ?4 AND step = ?11
+    AND state <> 'superseded')"""
 _ADD_DRAW = """INSERT OR REPLACE INTO draws SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8
-    WHERE NOT EXISTS (SELECT 1 FROM draws WHERE draw = ?2 AND attempt = ?3 AND step = ?8)"""
+    WHERE NOT EXISTS (SELECT 1 FROM draws WHERE draw = ?2 AND attempt = ?3 AND step = ?8 AND fate <> 'superseded')"""
 
 
 def _recovered(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -22,6 +22,17 @@ from drumroll.store.files import explained, make_folder
 LOCK = ".lock"
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
+_held: set[int] = set()
+
+
+def _let_go() -> None:
+    """Close the locks of the parent in a forked process, which would keep them after the parent's end."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
+
 
 @contextmanager
 def locked(path: Path) -> Generator[bool]:
@@ -33,10 +44,12 @@ def locked(path: Path) -> Generator[bool]:
     make_folder(path)
     with explained(file):
         handle, exclusive = _acquire(file)
+    _held.add(handle)
     try:
         yield exclusive
     finally:
         file.unlink(missing_ok=True)  # before the lock is released: who waits for this file looks again
+        _held.discard(handle)
         os.close(handle)
         if created:
             with suppress(OSError):

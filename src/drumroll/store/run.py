@@ -24,7 +24,7 @@ CONFIG, METRICS, SUMMARY, LEDGER = "config.yaml", "metrics.jsonl", "summary.json
 ROLLOUTS = "rollouts"
 BEFORE_A_STEP = {
     *(CONFIG, METRICS, ROLLOUTS, "checkpoints", LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm", LOCK),
-    *("judge.jsonl", "tensorboard", "wandb"),
+    *("judge.jsonl", "tensorboard", "wandb", "report.html"),
 }
 """What a run may leave that ended before its first step."""
 
