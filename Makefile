@@ -34,10 +34,11 @@ record-peers: peers ## write tests/recordings anew, from the installed libraries
 soak: $(VENV)/installed-dev ## the scheduler in 10,000 simulated worlds
 	$(BIN)/python -m pytest tests/simulation --worlds 10000
 
-check: $(VENV)/installed-dev ## lint and type-check
+check: $(VENV)/installed-dev ## lint, type-check, and check the layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+	$(BIN)/lint-imports --no-cache
 
 format: $(VENV)/installed-dev ## format the code
 	$(BIN)/ruff format .

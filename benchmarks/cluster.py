@@ -14,15 +14,15 @@ from typing import Any
 import ray
 from figures import figure
 
-from drumroll.cluster.devices import Kind, Pool
-from drumroll.cluster.group import Role
-from drumroll.cluster.ray import RayGroup, RayRuntime
 from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Completion, Engine, Request, Sampling
-from drumroll.rollout.router import Router
+from drumroll.engines.router import Router
+from drumroll.placement.devices import Kind, Pool
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.rollout.simulation import SimSource
 from drumroll.sample import Sample, StopReason
+from drumroll.workers.group import Role
+from drumroll.workers.ray_actors import RayGroup, RayRuntime
 
 CALLS = 1500
 WINDOW = 64

@@ -21,11 +21,11 @@ from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.engines import Completion, Request
+from drumroll.engines.router import Router
 from drumroll.envs import ENVIRONMENTS, Step
 from drumroll.envs.episodes import Episodes
 from drumroll.models import tiny
 from drumroll.rewards import Scorer
-from drumroll.rollout.router import Router
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.sample import Prompt, Sample, Scene, StopReason
 

@@ -22,8 +22,8 @@ from figures import figure, natural_dtype
 from drumroll.engines import Request, Sampling
 from drumroll.engines.native import NativeEngine
 from drumroll.models import attention, tiny
-from drumroll.models.cores import CORES
 from drumroll.models.loading import LoadedModel
+from drumroll.processes.threads import CORES
 
 SIZES = {"6 M": (256, 8, 4), "25 M": (448, 12, 7), "135 M": (576, 30, 9)}  # hidden, layers, heads
 WORDS = 8192

@@ -12,8 +12,8 @@ import time
 
 from figures import figure
 
-from drumroll.cluster.pool import KillablePool
 from drumroll.config.reward import RewardConfig
+from drumroll.processes.pool import KillablePool
 from drumroll.rewards import Scorer
 from drumroll.sample import Prompt, Sample
 

@@ -28,9 +28,9 @@ from figures import figure, fraction, limit_gflops, natural_dtype
 
 from drumroll.engines import Request, Sampling
 from drumroll.engines.native import NativeEngine
-from drumroll.models.cores import CORES
 from drumroll.models.loading import LoadedModel, load
 from drumroll.models.smollm2 import DEFAULT
+from drumroll.processes.threads import CORES
 
 PROMPTS, SAMPLES = 8, 8
 ENVIRONMENTS = {"transformers": "trl", "vllm": "vllm"}

@@ -18,8 +18,8 @@ from figures import figure
 
 from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Completion, Request
-from drumroll.rollout.lifecycle import DrawEvent, Event
-from drumroll.rollout.router import Router
+from drumroll.engines.router import Router
+from drumroll.lifecycle import DrawEvent, Event
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.rollout.simulation import Outcome, SimSource, Workload, barrier, generation_time, greedy_makespan, simulate
 from drumroll.rollout.virtual import run

@@ -28,9 +28,9 @@ from figures import figure, limit_gflops, natural_dtype
 
 import drumroll
 from drumroll.data.problems import questions
-from drumroll.models.cores import CORES
 from drumroll.models.loading import load, load_tokenizer
 from drumroll.models.smollm2 import DEFAULT
+from drumroll.processes.threads import CORES
 
 QUICKSTART = ROOT / "recipes" / "quickstart" / "recipe.yaml"
 DIFFER = {"use": "length", "args": {"target": 1000}}  # rows of a group have different lengths

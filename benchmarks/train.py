@@ -29,9 +29,9 @@ from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.config.optim import OptimConfig
 from drumroll.learners import Update
 from drumroll.learners.torch import TorchLearner
-from drumroll.models.cores import CORES
 from drumroll.models.loading import LoadedModel, load
 from drumroll.models.smollm2 import DEFAULT
+from drumroll.processes.threads import CORES
 from drumroll.sample import Group, Owner, Prompt, Sample, StopReason, Trace
 
 GROUPS, SIZE, LONGEST = 8, 8, 64

@@ -13,9 +13,9 @@ import torch
 from figures import figure
 
 from drumroll.batch import Batch
-from drumroll.cluster.devices import Kind, Pool
-from drumroll.cluster.group import Role
-from drumroll.cluster.ray import RayGroup, RayRuntime
+from drumroll.placement.devices import Kind, Pool
+from drumroll.workers.group import Role
+from drumroll.workers.ray_actors import RayGroup, RayRuntime
 
 TOKENS = 4_000_000
 REPEATS = 7

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from figures import figure
 from torch import Tensor
 
-from drumroll.cluster.bus import Receiver, Sender, settle
-from drumroll.cluster.bus.broadcast import BroadcastReceiver, BroadcastSender, Meeting
-from drumroll.cluster.bus.shared import SharedReceiver, SharedSender
-from drumroll.cluster.workers import open_workers
 from drumroll.config.loading import load
+from drumroll.weights import Receiver, Sender, settle
+from drumroll.weights.broadcast import BroadcastReceiver, BroadcastSender, Meeting
+from drumroll.weights.shared_memory import SharedReceiver, SharedSender
+from drumroll.workers.runtime import open_workers
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "recipe.yaml"
 REPEATS = 9

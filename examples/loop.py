@@ -18,7 +18,6 @@ from torch import Tensor
 
 from drumroll.algorithms import Algorithm
 from drumroll.batch import Batch, pack
-from drumroll.cluster.workers import Workers, open_workers
 from drumroll.config import RLConfig, load
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
@@ -27,6 +26,7 @@ from drumroll.engines.continuation import Continuation
 from drumroll.learners import Learner, Update
 from drumroll.rewards import Scorer
 from drumroll.sample import Fate, Group, Owner, Prompt, Sample, Trace, sample_seed
+from drumroll.workers.runtime import Workers, open_workers
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "recipe.yaml"
 

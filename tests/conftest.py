@@ -81,7 +81,7 @@ def untimed() -> Callable[[Any], str]:
 @pytest.fixture
 def kill() -> Callable[..., Coroutine[Any, Any, None]]:
     """End a worker's process as the system does when memory runs out."""
-    from drumroll.cluster.seats import LearnerSeat
+    from drumroll.workers.ray_workers import LearnerSeat
 
     async def strike(group: Any, rank: int = 0) -> None:
         os.kill(await group.call(rank, LearnerSeat.pid), signal.SIGKILL)
@@ -92,8 +92,8 @@ def kill() -> Callable[..., Coroutine[Any, Any, None]]:
 @pytest.fixture
 def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Coroutine[Any, Any, None]]], Any]:
     """Make a run's progress that strikes at its workers when step 1 is committed, and keeps what it hears."""
-    from drumroll.cluster.remote import RemoteWorkers
     from drumroll.observe.progress import Quiet
+    from drumroll.workers.ray import RemoteWorkers
 
     opened, start = [], RemoteWorkers.start
 

@@ -51,6 +51,7 @@ PARTS = (
     Part("lint", (str(BIN / "ruff"), "check", ".")),
     Part("format", (str(BIN / "ruff"), "format", "--check", ".")),
     Part("types", (str(BIN / "pyrefly"), "check")),
+    Part("layers", (str(BIN / "lint-imports"), "--no-cache")),
     Part("tests", (*PYTEST, "-m", "not slow and not peers", *PARALLEL), {"OMP_NUM_THREADS": "1"}),
     Part(
         "numerics on AVX2",

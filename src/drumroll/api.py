@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drumroll import controller
-from drumroll.cluster.workers import open_workers
 from drumroll.config import AnyConfig, RLConfig, load
 from drumroll.data.scan import scan
 from drumroll.errors import ConfigError, RolloutError
 from drumroll.observe.progress import Progress, Quiet
 from drumroll.observe.trackers import check_installed
+from drumroll.pipelines import rl as controller
 from drumroll.pipelines import sft
 from drumroll.registry import search
 from drumroll.rewards import Rewards
@@ -24,6 +23,7 @@ from drumroll.session import Session
 from drumroll.stages import describe, open_evaluator, open_rollouts
 from drumroll.store.lock import locked
 from drumroll.store.run import CONFIG, Run
+from drumroll.workers.runtime import open_workers
 
 Recipe = AnyConfig | Mapping[str, Any] | str | Path
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drumroll.models.paths import Path
 from drumroll.sample import Group, Owner, Sample, StopReason, Version
 
 
@@ -37,6 +36,19 @@ class Family:
     def cost(self, lengths: Sequence[int]) -> int:
         """Tokens to compute, the prefix once."""
         return self.prefix + sum(lengths[trace] - self.prefix for trace in self.traces)
+
+
+@dataclass(frozen=True)
+class Path:
+    """The nodes of one sequence, of which those from `start` on are computed here."""
+
+    nodes: Tensor  # [length] int64
+    start: int = 0
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Queries and keys."""
+        return len(self.nodes) - self.start, len(self.nodes)
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,10 @@ def train(
 
 
 def _show_dry_run(config: Any, *, files: bool) -> None:
-    from drumroll.cluster.layout import planned
+    from drumroll.checks.dry_run import resolve
+    from drumroll.checks.plan import planned
     from drumroll.config import dump
     from drumroll.config.explain import arithmetic
-    from drumroll.observe.dry_run import resolve
     from drumroll.registry import search
 
     search(config.import_from)
@@ -189,7 +189,7 @@ def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int |
 
     config = load(recipe, overrides).config
     search(config.import_from)
-    from drumroll.cluster.layout import planned
+    from drumroll.checks.plan import planned
 
     layout = planned(config)
     for line in [*arithmetic(config), *(layout.describe().splitlines() if layout else [])]:
@@ -200,7 +200,7 @@ def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int |
         raise DrumrollError("only reinforcement learning has rollouts to simulate; this recipe is pipeline: sft.")
     from rich.console import Console
 
-    from drumroll.observe.plan import simulation_table
+    from drumroll.checks.plan import simulation_table
 
     steps = work.pop("steps")
     Console().print(simulation_table(config, engines or config.roles.rollout.workers, steps, work))
@@ -212,7 +212,7 @@ class Checks(Verbs):
     @override
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in self.commands:
-            from drumroll.envs.host import exists
+            from drumroll.envs.runner import exists
 
             if Path(args[0]).suffix in (".yaml", ".yml") or Path(args[0]).exists():
                 args = ["recipe", *args]
@@ -235,8 +235,8 @@ def check_recipe(recipe: str, overrides: tuple[str, ...]) -> None:
 
     from rich.console import Console
 
+    from drumroll.checks.preflight import preflight, preflight_tables
     from drumroll.config import RLConfig, load
-    from drumroll.observe.preflight import preflight, preflight_tables
 
     config = load(recipe, overrides).config
     if not isinstance(config, RLConfig):
@@ -296,8 +296,8 @@ def rollout(target: str, overrides: tuple[str, ...], human: bool, seed: int, bat
         asyncio.run(play(target, _environment_args(overrides), seed))
         return
     from drumroll.api import rollout as collect
-    from drumroll.observe.trouble import by_cause
-    from drumroll.store.rollouts import read_troubles
+    from drumroll.observe.failures import by_cause
+    from drumroll.runfiles.rollouts import read_troubles
 
     run, metrics = collect(target, overrides, batches=batches, overwrite=overwrite)
     for name, value in metrics.items():
@@ -320,8 +320,8 @@ def serve(target: str, overrides: tuple[str, ...], host: str, port: int, token: 
     """Open an OpenAI-compatible endpoint for a model, with OVERRIDES of its config, until Ctrl-C."""
     import asyncio
 
-    from drumroll.serve.standalone import config_of
-    from drumroll.serve.standalone import serve as start
+    from drumroll.serving import config_of
+    from drumroll.serving import serve as start
 
     asyncio.run(start(config_of(target, overrides), click.echo, host=host, port=port, token=token, record=record))
 
@@ -330,8 +330,8 @@ def serve(target: str, overrides: tuple[str, ...], host: str, port: int, token: 
 @click.option("--json", "as_data", is_flag=True, help="Print everything found as JSON, in bytes.")
 def check_machine(as_data: bool) -> None:
     """What this machine has, which parts of drumroll can run on it, and the commands that bring what is missing."""
-    from drumroll.observe.machine import look
-    from drumroll.observe.readiness import as_json, readiness_tables
+    from drumroll.checks.machine import look
+    from drumroll.checks.readiness import as_json, readiness_tables
 
     machine = look(Path.cwd())
     if as_data:
@@ -391,7 +391,7 @@ def ledger(run_path: str, prompt: str | None, in_flight: bool, by: tuple[str, ..
     """What became of every prompt drawn and every sample started."""
     from rich.console import Console
 
-    from drumroll.observe.books import flight_table, prompt_table, summary_tables
+    from drumroll.observe.ledger_tables import flight_table, prompt_table, summary_tables
     from drumroll.store.ledger import Ledger
     from drumroll.store.run import LEDGER, Run
 
@@ -413,8 +413,8 @@ def rescore(run_path: str, overrides: tuple[str, ...]) -> None:
 
     from rich.console import Console
 
+    from drumroll.checks.rescore import rescore as again
     from drumroll.config import RLConfig, load
-    from drumroll.observe.rescore import rescore as again
     from drumroll.store.run import CONFIG, Run
 
     path = Run.open(run_path).path

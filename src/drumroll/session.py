@@ -14,19 +14,19 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from drumroll.cluster.workers import Workers
 from drumroll.envs.metrics import EPISODES
 from drumroll.errors import Interrupted
 from drumroll.learners import Learner
+from drumroll.observe.failures import complaints, without_gradient
 from drumroll.observe.progress import Progress
 from drumroll.observe.report import write_report
 from drumroll.observe.trackers import Trackers
-from drumroll.observe.trouble import complaints, without_gradient
 from drumroll.rollout.evaluation import Evaluator
+from drumroll.runfiles.durable import new_folder
 from drumroll.sample import Sample
-from drumroll.store.files import new_folder
 from drumroll.store.ledger import Ledger
 from drumroll.store.run import LEDGER, Run
+from drumroll.workers.runtime import Workers
 
 Metrics = dict[str, float]
 

@@ -13,9 +13,6 @@ from torch import Tensor
 
 from drumroll.algorithms import GREEDY, OLD, REFERENCE, TEACHER, VALUES
 from drumroll.batch import Batch
-from drumroll.cluster.desk import Desk, Memory
-from drumroll.cluster.group import WorkerGroup
-from drumroll.cluster.workers import Workers, context_length, open_workers
 from drumroll.config import AnyConfig, RLConfig
 from drumroll.config.environment import NONE
 from drumroll.config.rollout import RolloutConfig
@@ -25,11 +22,14 @@ from drumroll.envs.episodes import Agents, Episodes
 from drumroll.envs.metrics import describe_episodes
 from drumroll.learners import Learner, Metrics, Update
 from drumroll.learners.totals import merge
+from drumroll.lifecycle import Listener, answered_once
 from drumroll.rewards import Scorer
 from drumroll.rollout.evaluation import Evaluator, open_sets
-from drumroll.rollout.lifecycle import Listener
-from drumroll.rollout.scheduler import Decode, Rollouts, answered_once
+from drumroll.rollout.scheduler import Decode, Rollouts
 from drumroll.sample import Group, Version
+from drumroll.workers.batch_builder import Desk, Memory
+from drumroll.workers.group import WorkerGroup
+from drumroll.workers.runtime import Workers, context_length, open_workers
 
 __all__ = ["advantages", "infer", "open_evaluator", "open_rollouts", "open_workers", "pack", "publish", "train", "update"]
 

@@ -13,7 +13,7 @@ from websockets.asyncio.client import connect
 
 import drumroll as package
 from drumroll.envs.check import examine
-from drumroll.envs.host import Stage
+from drumroll.envs.runner import Stage
 from drumroll.sample import Owner
 
 SEEDS = "drumroll.data.seeds:seeds"

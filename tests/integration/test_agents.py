@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import drumroll
-from drumroll.envs.loops import Loop
 from drumroll.errors import ConfigError, RolloutError
+from drumroll.processes.loops import Loop
 
 ROOT = Path(__file__).parents[2]
 
@@ -139,7 +139,7 @@ def test_an_agent_that_cannot_be_found_or_called_is_told_before_or_named(small, 
 
 
 def test_a_loop_that_an_agent_blocks_is_left_behind(monkeypatch):
-    monkeypatch.setattr("drumroll.envs.loops.PATIENCE", 0.2)
+    monkeypatch.setattr("drumroll.processes.loops.PATIENCE", 0.2)
     entered, release = threading.Event(), threading.Event()
 
     async def block():

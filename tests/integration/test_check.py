@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from drumroll.observe.machine import Ray, ask_ray
-from drumroll.store.rollouts import read_samples
+from drumroll.checks.machine import Ray, ask_ray
+from drumroll.runfiles.rollouts import read_samples
 
 HEAVY = {"torch", "ray", "vllm", "transformers"}
 
@@ -41,7 +41,7 @@ def test_machine_for_programs(drumroll, monkeypatch):
 def test_machine_is_asked_without_heavy_imports_where_there_is_no_gpu(tmp_path):
     """Where there is one, torch is the only one that can tell about it."""
     program = (
-        "import sys; from pathlib import Path; from drumroll.observe.machine import look; "
+        "import sys; from pathlib import Path; from drumroll.checks.machine import look; "
         "machine = look(Path.cwd(), env={}); "
         f"print(sorted(({HEAVY} - ({{'torch'}} if machine.gpu_driver else set())) & set(sys.modules)))"
     )

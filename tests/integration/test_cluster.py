@@ -10,12 +10,12 @@ import yaml
 from test_reward_model import classifier
 
 import drumroll
-from drumroll.cluster.host import WorkerLost
-from drumroll.cluster.ray import RayGroup
-from drumroll.cluster.remote import RemoteWorkers
-from drumroll.cluster.seats import EngineSeat, LearnerSeat
 from drumroll.errors import ConfigError
 from drumroll.store.run import Run
+from drumroll.workers.ray import RemoteWorkers
+from drumroll.workers.ray_actors import RayGroup
+from drumroll.workers.ray_workers import EngineSeat, LearnerSeat
+from drumroll.workers.server import WorkerLost
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,13 +8,13 @@ import pytest
 import yaml
 
 import drumroll as package
-from drumroll.cluster.workers import context_length
 from drumroll.config import load
 from drumroll.errors import ConfigError
+from drumroll.runfiles.rollouts import read_samples
 from drumroll.sample import Owner
 from drumroll.store.ledger import Ledger
-from drumroll.store.rollouts import read_samples
 from drumroll.store.run import Run
+from drumroll.workers.runtime import context_length
 
 SEEDS = "drumroll.data.seeds:seeds"
 

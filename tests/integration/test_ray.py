@@ -17,11 +17,11 @@ import ray
 import torch
 from ray.util import list_named_actors, placement_group_table
 
-from drumroll.cluster.devices import DeviceRequest, Kind, Pool, lay_out
-from drumroll.cluster.group import LocalGroup, Role
-from drumroll.cluster.host import RemoteTraceback, WorkerError, WorkerLost, WorkerTimeout
-from drumroll.cluster.ray import ClusterError, RayGroup, RayRuntime, pool_of_cluster
 from drumroll.errors import DataError
+from drumroll.placement.devices import DeviceRequest, Kind, Pool, lay_out
+from drumroll.workers.group import LocalGroup, Role
+from drumroll.workers.ray_actors import ClusterError, RayGroup, RayRuntime, pool_of_cluster
+from drumroll.workers.server import RemoteTraceback, WorkerError, WorkerLost, WorkerTimeout
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -286,8 +286,8 @@ def test_closing_a_group_closes_its_workers_and_ends_their_processes(runtime, pl
 
 
 def test_deadlines_of_functions_are_told_apart_and_counted(runtime, play, mine):
-    from drumroll.cluster.seats import PoolSeat, RemotePool
-    from drumroll.deadline import CpuTimeExceeded
+    from drumroll.processes.deadline import CpuTimeExceeded
+    from drumroll.workers.ray_workers import PoolSeat, RemotePool
 
     name = mine("import time\ndef loop():\n    while True: pass\ndef sleep(): time.sleep(1000)\ndef f(): return 1\n")
 
@@ -443,7 +443,7 @@ def test_the_pool_can_be_read_from_the_cluster(runtime):
     ],
 )
 def test_the_pool_of_machines_with_uneven_cores(monkeypatch, cores, count, threads, expected):
-    monkeypatch.setattr("drumroll.cluster.ray._nodes", lambda: [{"Resources": {"CPU": float(n)}} for n in cores])
+    monkeypatch.setattr("drumroll.workers.ray_actors._nodes", lambda: [{"Resources": {"CPU": float(n)}} for n in cores])
     if expected is None:
         with pytest.raises(ClusterError, match=r"cluster.devices asks for 4 slots of 2 CPU threads, but the cluster has 3\."):
             pool_of_cluster("auto", count, threads)
@@ -454,9 +454,9 @@ def test_the_pool_of_machines_with_uneven_cores(monkeypatch, cores, count, threa
 def test_a_run_without_a_cluster_starts_one_that_only_this_machine_reaches_and_ends_it():
     script = """if True:
     import asyncio, os
-    from drumroll.cluster.devices import Kind, Pool
-    from drumroll.cluster.group import Role
-    from drumroll.cluster.ray import RayGroup, RayRuntime, ray
+    from drumroll.placement.devices import Kind, Pool
+    from drumroll.workers.group import Role
+    from drumroll.workers.ray_actors import RayGroup, RayRuntime, ray
 
     async def main():
         runtime = RayRuntime(Pool.of([{Kind.CPU: 2}], threads=2))

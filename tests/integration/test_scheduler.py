@@ -14,7 +14,6 @@ import yaml
 import drumroll as package
 from drumroll.algorithms import Algorithm
 from drumroll.batch import pack
-from drumroll.cluster.workers import open_workers
 from drumroll.config import RLConfig, load
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
@@ -25,6 +24,7 @@ from drumroll.rewards import Scorer
 from drumroll.sample import Group, Owner, Sample, Trace, sample_seed
 from drumroll.store.ledger import Ledger
 from drumroll.store.run import Run
+from drumroll.workers.runtime import open_workers
 
 
 async def barrier_loop(config: RLConfig):
@@ -74,7 +74,7 @@ def test_staleness_zero_equals_a_plain_barrier_loop_bit_for_bit(small, oversampl
     assert isinstance(config, RLConfig)
     batches, losses = asyncio.run(barrier_loop(config))
 
-    import drumroll.controller as controller
+    import drumroll.pipelines.rl as controller
 
     seen = []
 

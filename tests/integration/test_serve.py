@@ -17,13 +17,13 @@ from test_data import TEMPLATE
 from drumroll.data.render import Renderer
 from drumroll.engines import Completion, Sampling
 from drumroll.engines.native import NativeEngine
+from drumroll.engines.router import Router
 from drumroll.models import loading
-from drumroll.rollout.router import Router
 from drumroll.sample import Owner
 from drumroll.serve.caller import Caller, Served
 from drumroll.serve.endpoint import Endpoint
-from drumroll.serve.standalone import Callers
 from drumroll.serve.writing import Line
+from drumroll.serving import Callers
 
 CHAT = TEMPLATE.replace("</>", "<eos>")
 TOOLS = "{% if tools %}[{{ tools[0].function.name }}]{% endif %}" + CHAT

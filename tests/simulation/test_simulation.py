@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 from world import FAULTS, SAMPLES, play
 
-from drumroll.rollout.router import Router
+from drumroll.engines.router import Router
 from drumroll.rollout.scheduler import Rollouts
 
 
@@ -63,7 +63,7 @@ def broken_state(monkeypatch):
 
 
 def broken_deadline(monkeypatch):
-    import drumroll.rollout.router as router
+    import drumroll.engines.router as router
 
     original = Router.generate
 
@@ -90,7 +90,7 @@ def broken_trained(monkeypatch):
         for group in groups:
             self._tell_end_again(group)
 
-    from drumroll.rollout.lifecycle import DrawEvent
+    from drumroll.lifecycle import DrawEvent
     from drumroll.sample import Fate
 
     monkeypatch.setattr(
@@ -115,7 +115,7 @@ def broken_close(monkeypatch):
 
 def broken_mixture(monkeypatch):
     """Gives the first stream's places to the others."""
-    import drumroll.rollout.places as places
+    import drumroll.rollout.admission as places
 
     def crooked(count, shares, owed, round_=places._round):
         whole, due = round_(count, shares, owed)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Completion, EngineLost
+from drumroll.engines.router import Router
 from drumroll.errors import RolloutError
-from drumroll.rollout.lifecycle import DrawEvent, Event, SampleFailed
-from drumroll.rollout.router import Router
+from drumroll.lifecycle import DrawEvent, Event, SampleFailed
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.rollout.simulation import SimEngine, SimScorer, SimSource, Workload
 from drumroll.rollout.virtual import run

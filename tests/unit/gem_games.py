@@ -109,7 +109,7 @@ def replay(facts):
 
 async def play(name, seed, turns=50):
     """An episode by the environment's random player, by its solution, or by given turns: [observation, step, ...]."""
-    from drumroll.envs.host import Stage
+    from drumroll.envs.runner import Stage
 
     stage = Stage(f"gem:{name}", {})
     record = [await stage.reset(seed, {})]
@@ -124,7 +124,7 @@ async def play(name, seed, turns=50):
 
 
 def games():
-    from drumroll.envs.host import Stage
+    from drumroll.envs.runner import Stage
 
     try:
         Stage(f"gem:{NUMBER[:-1]}", {})

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from drumroll.envs.adapters import ADAPTERS, adapter_of
 from drumroll.envs.builtin import make
 from drumroll.envs.check import episode, examine
-from drumroll.envs.host import Stage, find, where
+from drumroll.envs.runner import Stage, find, where
 from drumroll.errors import ConfigError, MissingExtra
 
 ROOT = Path(__file__).parent.parent.parent

@@ -697,8 +697,8 @@ def test_a_finite_loss_with_a_broken_gradient_leaves_the_weights(mine):
 
 
 def test_a_critic_of_ones_own_estimator_is_asked_for_by_its_traits(mine, small):
-    from drumroll.cluster.layout import requests
-    from drumroll.cluster.workers import open_algorithm
+    from drumroll.placement.layout import requests
+    from drumroll.workers.runtime import open_algorithm
 
     text = "from drumroll.algorithms.advantages import ESTIMATORS\n{}def mine(scores): return scores.rewards\n"
     name = mine(text.format("@ESTIMATORS.register('with_critic', needs=('values',))\n"))

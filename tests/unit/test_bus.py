@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drumroll.cluster.bus import BusError, Corrupted, Entry, Local, Packing, Receiver, Sender, WrongVersion, settle, unpack
-from drumroll.cluster.bus.broadcast import IN_FLIGHT, BroadcastReceiver, BroadcastSender, Meeting, _Header
-from drumroll.cluster.bus.choice import Carrier, End, choose
-from drumroll.cluster.bus.shared import SharedReceiver, SharedSender
 from drumroll.errors import ConfigError
+from drumroll.weights import BusError, Corrupted, Entry, Local, Packing, Receiver, Sender, WrongVersion, settle, unpack
+from drumroll.weights.broadcast import IN_FLIGHT, BroadcastReceiver, BroadcastSender, Meeting, _Header
+from drumroll.weights.choice import Carrier, End, choose
+from drumroll.weights.shared_memory import SharedReceiver, SharedSender
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64),

@@ -11,9 +11,9 @@ from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.engines import Completion, EngineLost, Request, Sampling
 from drumroll.engines.continuation import Continuation
+from drumroll.engines.router import Router
 from drumroll.models import tiny
 from drumroll.rollout.evaluation import Evaluator
-from drumroll.rollout.router import Router
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.sample import Prompt, Sample, StopReason
 

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from drumroll.cluster.group import LocalGroup, Role
 from drumroll.config.roles import JudgeRole, RewardModelRole
 from drumroll.data.conversation import Conversation
 from drumroll.data.render import Renderer
 from drumroll.engines import Completion
+from drumroll.engines.router import Router
 from drumroll.models import tiny
-from drumroll.rewards.asking import by_engine
+from drumroll.rewards.judge_client import by_engine
 from drumroll.rewards.model import RewardModel
-from drumroll.rollout.router import Router
 from drumroll.sample import StopReason
 from drumroll.serve.chat import following, whole
+from drumroll.workers.group import LocalGroup, Role
 
 CORPUS = [
     "The answer is <b>42</b> | so I say: yes! assistant user system model end_of_turn im_end eot_id " * 3,

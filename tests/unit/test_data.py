@@ -20,7 +20,7 @@ from drumroll.data.scan import scan
 from drumroll.data.source import PromptSource, no_columns
 from drumroll.errors import DataError
 from drumroll.models import tiny
-from drumroll.rollout.places import Places
+from drumroll.rollout.admission import Places
 from drumroll.sample import Owner
 
 RENDERER = Renderer(tiny.tokenizer())

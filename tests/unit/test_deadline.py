@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from drumroll.cluster.pool import KillablePool
 from drumroll.config.reward import RewardConfig
 from drumroll.config.sandbox import SandboxConfig
-from drumroll.deadline import CpuTimeExceeded, Deadline, MachineBusy, cpu_limit
+from drumroll.processes.clock import RunTime, family
+from drumroll.processes.deadline import CpuTimeExceeded, Deadline, MachineBusy, cpu_limit
+from drumroll.processes.pool import KillablePool
 from drumroll.rewards import Scorer
 from drumroll.sample import Prompt, Sample
 from drumroll.sandbox import Limits, Status, Stdio, open_sandbox
-from drumroll.sandbox.inside.clock import RunTime, family
 
 BURN = "import time\ndef f(seconds):\n    while time.process_time() - f.began < seconds: pass\n    return 'done'\nf.began = time.process_time()\n"
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumroll.cluster.devices import Device, DeviceRequest, Kind, Pool, ProcessRequest, Sharing, lay_out, parse, ranges
-from drumroll.cluster.layout import pool_of
 from drumroll.config import load
 from drumroll.errors import ConfigError
+from drumroll.placement.devices import Device, DeviceRequest, Kind, Pool, ProcessRequest, Sharing, lay_out, parse, ranges
+from drumroll.placement.layout import pool_of
 
 
 def gpus(count, nodes=1):

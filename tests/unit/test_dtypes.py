@@ -8,7 +8,6 @@ import torch
 import transformers as hf
 
 from drumroll.batch import Batch, pack
-from drumroll.cluster.roles import make_actor, make_reference, make_teacher
 from drumroll.config import RLConfig, check
 from drumroll.engines import Request, Sampling
 from drumroll.engines.native import NativeEngine
@@ -16,6 +15,7 @@ from drumroll.learners.torch import TorchLearner
 from drumroll.models import tiny
 from drumroll.models.loading import load, load_classifier
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
+from drumroll.workers.roles import make_actor, make_reference, make_teacher
 
 LENGTH = 1100
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}

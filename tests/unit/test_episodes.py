@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from test_data import TEMPLATE, chat_renderer
 
 from drumroll.batch import pack
-from drumroll.cluster.pool import KillablePool
 from drumroll.config.data import DatasetConfig
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.rollout import RolloutConfig
@@ -20,13 +19,14 @@ from drumroll.data.render import Renderer
 from drumroll.data.source import Reader, no_columns
 from drumroll.engines import Request, Sampling
 from drumroll.engines.native import NativeEngine
+from drumroll.engines.router import Router
 from drumroll.envs.episodes import Episodes
-from drumroll.envs.host import where
 from drumroll.envs.rows import demonstrations
+from drumroll.envs.runner import where
 from drumroll.errors import ConfigError, TemplateError
+from drumroll.lifecycle import SampleFailed
 from drumroll.models import loading, tiny
-from drumroll.rollout.lifecycle import SampleFailed
-from drumroll.rollout.router import Router
+from drumroll.processes.pool import KillablePool
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.sample import Group, Owner, Prompt, Sample, Scene, StopReason, Trace, Turn, episode_seed
 

@@ -8,22 +8,22 @@ from dataclasses import replace
 import pytest
 
 import drumroll.errors
-from drumroll.cluster import host
-from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.reward import RewardConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
-from drumroll.deadline import CpuTimeExceeded, MachineBusy
 from drumroll.engines import Completion
+from drumroll.engines.router import Router
 from drumroll.envs.episodes import Episodes
 from drumroll.errors import ConfigError, RolloutError, user_frames
 from drumroll.models import tiny
+from drumroll.processes.deadline import CpuTimeExceeded, MachineBusy
+from drumroll.processes.pool import KillablePool, RemoteError
 from drumroll.rewards import TRIALS, Reward, Scorer
 from drumroll.rollout import virtual
-from drumroll.rollout.router import Router
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.sample import FRAME, Failure, Fate, Prompt, Sample, Scene, StopReason
+from drumroll.workers import server as host
 
 PLAIN = Renderer(tiny.tokenizer())
 

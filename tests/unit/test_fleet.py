@@ -6,15 +6,15 @@ import dataclasses
 import pytest
 from typing_extensions import override
 
-from drumroll.cluster.devices import Kind, Pool
-from drumroll.cluster.fleet import Fleet
-from drumroll.cluster.group import LocalGroup, MortalGroup, Role
-from drumroll.cluster.host import WorkerLost
 from drumroll.engines import Completion, Request, Sampling
 from drumroll.engines.native import NativeEngine
+from drumroll.engines.router import Router
 from drumroll.models.loading import load
-from drumroll.rollout.router import Router
+from drumroll.placement.devices import Kind, Pool
 from drumroll.sample import StopReason
+from drumroll.workers.engine_pool import Fleet
+from drumroll.workers.group import LocalGroup, MortalGroup, Role
+from drumroll.workers.server import WorkerLost
 
 DEVICES = Pool.of([{Kind.CPU: 3}]).devices
 

@@ -5,8 +5,8 @@ import resource
 
 import pytest
 
-from drumroll.cluster.pool import KillablePool
 from drumroll.config.reward import RewardConfig
+from drumroll.processes.pool import KillablePool
 from drumroll.rewards import Scorer
 from drumroll.sample import Prompt, Sample
 

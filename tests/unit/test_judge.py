@@ -16,11 +16,11 @@ from drumroll.config.reward import RewardConfig
 from drumroll.config.roles import JudgeRole, RolesConfig
 from drumroll.errors import ConfigError, DataError, MissingExtra
 from drumroll.rewards import Scorer
-from drumroll.rewards.asking import Judge, JudgeFailed, Passing, Reply, by_engine, open_judge
+from drumroll.rewards.judge_client import Judge, JudgeFailed, Passing, Reply, by_engine, open_judge
 from drumroll.rewards.templates import TEMPLATES, fill, spelled, template
 from drumroll.rewards.verdicts import verdict, winner
+from drumroll.runfiles.answers import Answers
 from drumroll.sample import Prompt, Sample
-from drumroll.store.answers import Answers
 
 # --- verdicts ---
 
@@ -291,8 +291,8 @@ CHAT = "{% for m in messages %}<bos>{{ m.role }}: {{ m.content }}<eos>{% endfor 
 def shown(question, limit, template=CHAT):
     """What a judge of so many prompt tokens reads."""
     from drumroll.engines import Completion
+    from drumroll.engines.router import Router
     from drumroll.models import tiny
-    from drumroll.rollout.router import Router
     from drumroll.sample import StopReason
 
     tokenizer, seen = tiny.tokenizer(), []
@@ -351,8 +351,8 @@ def test_a_limit_without_room_is_told():
 
 
 def test_the_router_forgets_every_question():
+    from drumroll.engines.router import Router
     from drumroll.models import tiny
-    from drumroll.rollout.router import Router
 
     router = Router()
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from drumroll.cluster import lifeline
+from drumroll.processes import lifeline
 
 OWNER = """
 import subprocess, sys, time
-from drumroll.cluster import lifeline
+from drumroll.processes import lifeline
 lifeline.__file__ = {file!r}
 {start}
 print(one.pid, flush=True)

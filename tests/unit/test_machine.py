@@ -9,7 +9,7 @@ import socket
 import pytest
 from rich.console import Console
 
-from drumroll.observe.machine import (
+from drumroll.checks.machine import (
     Cpu,
     Gpu,
     Machine,
@@ -24,7 +24,7 @@ from drumroll.observe.machine import (
     read_memory,
     try_bwrap,
 )
-from drumroll.observe.readiness import as_json, parts, readiness_tables, size, warnings
+from drumroll.checks.readiness import as_json, parts, readiness_tables, size, warnings
 
 GIB = 2**30
 XEON = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R)\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n\nprocessor\t: 1\n"

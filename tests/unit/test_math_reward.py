@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumroll.cluster.pool import KillablePool
 from drumroll.config.reward import RewardConfig
+from drumroll.processes.pool import KillablePool
 from drumroll.rewards import Scorer
 from drumroll.rewards.extraction import final_answer, last_boxed
 from drumroll.rewards.maths import plain, quick

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from drumroll.cluster.pool import KillablePool, RemoteError
+from drumroll.processes.pool import KillablePool, RemoteError
 
 
 def with_pool(go, size=2):

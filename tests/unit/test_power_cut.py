@@ -23,7 +23,7 @@ WRITER = """
 import asyncio, os, sys
 from pathlib import Path
 from drumroll.config import load
-from drumroll.rollout.lifecycle import DrawEvent
+from drumroll.lifecycle import DrawEvent
 from drumroll.sample import Fate, Group, Prompt, Sample
 from drumroll.store.ledger import Ledger
 from drumroll.store.run import Run

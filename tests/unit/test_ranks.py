@@ -12,15 +12,15 @@ from test_learner import batch
 
 from drumroll.algorithms.aggregations import Shares
 from drumroll.algorithms.losses import SFTLoss
-from drumroll.cluster import group
-from drumroll.cluster.group import LocalGroup, Role
-from drumroll.cluster.host import WorkerLost
 from drumroll.config.optim import OptimConfig
 from drumroll.errors import Interrupted, PeerFailed
 from drumroll.learners import Update
 from drumroll.learners.ranks import Ranks
 from drumroll.learners.torch import TorchLearner
 from drumroll.models.loading import load
+from drumroll.workers import group
+from drumroll.workers.group import LocalGroup, Role
+from drumroll.workers.server import WorkerLost
 
 PATIENCE = 600.0
 """Seconds of a collective: a peer that waits for this deadline does not answer in time for the test."""

@@ -6,10 +6,10 @@ import pytest
 import torch
 from forked import FORKED
 
-from drumroll.cluster.bus.broadcast import BroadcastReceiver, Meeting
-from drumroll.cluster.rendezvous import LOOPBACK, MeetingError, address_of, find_store, open_store, steer_nccl
 from drumroll.errors import ConfigError
 from drumroll.learners.ranks import Ranks
+from drumroll.processes.rendezvous import LOOPBACK, MeetingError, address_of, find_store, open_store, steer_nccl
+from drumroll.weights.broadcast import BroadcastReceiver, Meeting
 
 ONE, TWO = "127.0.0.2", "127.0.0.3"  # two addresses of this machine, neither of which its name resolves to
 
@@ -92,7 +92,7 @@ def test_an_interface_is_an_address():
 
 def test_nccl_is_bound_to_the_interface_of_the_address_unless_the_user_says_so(monkeypatch):
     monkeypatch.setattr(
-        "drumroll.cluster.rendezvous.interfaces", lambda: {"lo": LOOPBACK, "ib0": "192.0.2.1", "eth0": "192.0.2.2"}
+        "drumroll.processes.rendezvous.interfaces", lambda: {"lo": LOOPBACK, "ib0": "192.0.2.1", "eth0": "192.0.2.2"}
     )
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     import os

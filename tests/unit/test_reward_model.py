@@ -5,7 +5,6 @@ import asyncio
 import pytest
 import torch
 
-from drumroll.cluster.group import LocalGroup, Role
 from drumroll.config.reward import RewardConfig
 from drumroll.config.roles import RewardModelRole
 from drumroll.errors import ConfigError, ModelError
@@ -13,6 +12,7 @@ from drumroll.models import tiny
 from drumroll.rewards import Scorer
 from drumroll.rewards.model import Classifier, RewardModel
 from drumroll.sample import Prompt, Sample
+from drumroll.workers.group import LocalGroup, Role
 
 
 def classifier(path, labels=1, seed=0):

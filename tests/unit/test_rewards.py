@@ -4,16 +4,16 @@ import asyncio
 
 import pytest
 
-from drumroll.cluster.pool import KillablePool, WorkerDied
 from drumroll.config.reward import RewardConfig
 from drumroll.config.roles import JudgeRole
 from drumroll.engines import Completion, EngineLost
+from drumroll.engines.router import Router
 from drumroll.errors import ConfigError
 from drumroll.models.loading import load_tokenizer
+from drumroll.processes.pool import KillablePool, WorkerDied
 from drumroll.rewards import Scorer
-from drumroll.rewards.asking import open_judge
+from drumroll.rewards.judge_client import open_judge
 from drumroll.rewards.text import exact, number
-from drumroll.rollout.router import Router
 from drumroll.sample import Prompt, Sample, StopReason
 
 

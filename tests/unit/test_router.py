@@ -3,7 +3,7 @@
 import asyncio
 
 from drumroll.engines import Completion, Request, Sampling
-from drumroll.rollout.router import Router
+from drumroll.engines.router import Router
 from drumroll.sample import StopReason
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from drumroll.config import load
 from drumroll.errors import StoreError
+from drumroll.runfiles.durable import new_folder, write_text
 from drumroll.sample import Failure, Fate, Owner, Prompt, Sample, StopReason, Trace
 from drumroll.store.checkpoints import Checkpoints
-from drumroll.store.files import new_folder, write_text
 from drumroll.store.ledger import Ledger
 from drumroll.store.lock import locked
 from drumroll.store.run import Run

@@ -15,7 +15,7 @@ from test_episodes import played
 from drumroll.data.conversation import Conversation
 from drumroll.envs.adapters.calls import Call, Unreadable, calls_in, written
 from drumroll.envs.adapters.schema import BadCall, Tool
-from drumroll.envs.host import Stage
+from drumroll.envs.runner import Stage
 from drumroll.errors import ConfigError
 from drumroll.sample import Scene, StopReason
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumroll.cluster.pool import KillablePool
 from drumroll.config.reward import RewardConfig
 from drumroll.errors import ConfigError
+from drumroll.processes.pool import KillablePool
 from drumroll.rewards import REWARDS, Scorer
 from drumroll.rewards.choice import choice
 from drumroll.rewards.format import format

@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers as hf
 
-from drumroll.cluster.roles import make_actor, make_critic, make_reference
 from drumroll.config import RLConfig, check
 from drumroll.errors import ModelError
-from drumroll.models import attention, paths, tiny, witness
+from drumroll.models import attention, prefix_tree, tiny, witness
 from drumroll.models.loading import kv_shapes, load
+from drumroll.workers.roles import make_actor, make_critic, make_reference
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- table: tests/unit/test_witness.py -->\n", "<!-- end of table -->\n"
@@ -181,12 +181,12 @@ def without_cap(plain):
 @pytest.mark.parametrize(
     ("family", "owner", "name", "mistake"),
     [
-        ("Mistral", paths.Paths, "attend", ignore_window),
-        ("Mistral", paths.Paths, "attend", next_window),
-        ("Gemma 3", paths.Paths, "attend", ignore_window),
-        ("Gemma 3", paths.Paths, "attend", ignore_scale),
-        ("Llama", paths, "_repeat_heads", other_heads),
-        ("Llama", paths.Paths, "positions", from_zero),
+        ("Mistral", prefix_tree.Paths, "attend", ignore_window),
+        ("Mistral", prefix_tree.Paths, "attend", next_window),
+        ("Gemma 3", prefix_tree.Paths, "attend", ignore_window),
+        ("Gemma 3", prefix_tree.Paths, "attend", ignore_scale),
+        ("Llama", prefix_tree, "_repeat_heads", other_heads),
+        ("Llama", prefix_tree.Paths, "positions", from_zero),
         ("Gemma 2 without a soft cap", witness, "score", without_cap),
     ],
 )

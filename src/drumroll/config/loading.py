@@ -16,8 +16,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from drumroll.config.experiment import ADAPTER, BY_PIPELINE, AnyConfig
+from drumroll.config.roles import BUILT_IN_MODELS
 from drumroll.errors import ConfigError, did_you_mean
-from drumroll.models.tiny import NAMES
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -153,7 +153,7 @@ def _resolve_paths(values: dict[str, Any], base: Path) -> None:
     roles = values.get("roles")
     for section in (values, *(roles.values() if isinstance(roles, dict) else ())):
         name = section.get("model") if isinstance(section, dict) else None
-        if isinstance(name, str) and name not in NAMES:
+        if isinstance(name, str) and name not in BUILT_IN_MODELS:
             here, beside = Path(name).expanduser(), base / name
             if found := next((path for path in (here, beside) if path.exists()), None):
                 section["model"] = str(found.resolve())

@@ -11,6 +11,8 @@ from drumroll.config.section import Section
 
 Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Dtype = Literal["float32", "bfloat16"]
+BUILT_IN_MODELS = ("tiny", "tiny-random")
+"""Models that ship with the package (`models/tiny.py`)."""
 
 
 def _not_zero(devices: int | str | None) -> int | str | None:

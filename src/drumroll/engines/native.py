@@ -33,9 +33,9 @@ from drumroll.engines.pages import Chain, FixedPages, Pages
 from drumroll.engines.sampler import Restriction, choose, keyed_uniform
 from drumroll.errors import ConfigError
 from drumroll.models.attention import Decode, KVCache, Places, Prefill, Reads
-from drumroll.models.cores import CORES, LINGER
 from drumroll.models.loading import LoadedModel, kv_shapes
 from drumroll.models.packing import PackedLinears, quicken_norms
+from drumroll.processes.threads import CORES, LINGER
 from drumroll.sample import StopReason, Version
 
 PREFILL_TOKENS = 512

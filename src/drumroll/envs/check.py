@@ -16,9 +16,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from drumroll.cluster.pool import KillablePool, RemoteError, WorkerDied
 from drumroll.envs import Observation, Step
-from drumroll.envs.host import Stage, where
+from drumroll.envs.runner import Stage, where
+from drumroll.processes.pool import KillablePool, RemoteError, WorkerDied
 
 SEEDS = 20
 LONGEST = 200

@@ -13,18 +13,18 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from drumroll.cluster.pool import RemoteError
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.data.conversation import Conversation, check_template
 from drumroll.data.render import Renderer
 from drumroll.engines import Sampling
 from drumroll.envs import Observation, Step
-from drumroll.envs.host import agent_path, find
-from drumroll.envs.places import Place, Places
+from drumroll.envs.executors import Place, Places
+from drumroll.envs.runner import agent_path, find
 from drumroll.errors import being_cancelled, user_frames
+from drumroll.lifecycle import Episode as Playing
+from drumroll.lifecycle import SampleFailed
+from drumroll.processes.pool import RemoteError
 from drumroll.rewards import Pool
-from drumroll.rollout.lifecycle import SampleFailed
-from drumroll.rollout.scheduler import Episode as Playing
 from drumroll.sample import ENVIRONMENT, Failure, Owner, Sample, Scene, StopReason, Trace, Turn, episode_seed
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from drumroll.envs import Observation
-from drumroll.envs.host import Stage
+from drumroll.envs.runner import Stage
 
 
 async def play(use: str, args: Mapping[str, Any], seed: int, row: Mapping[str, Any] | None = None) -> float:

@@ -11,7 +11,7 @@ from drumroll.algorithms.losses import ValueLoss, ValueTokens
 from drumroll.batch import Batch
 from drumroll.learners import Update
 from drumroll.learners.torch import TorchLearner
-from drumroll.models.paths import Paths
+from drumroll.models.prefix_tree import Paths
 
 
 class TorchCritic(TorchLearner):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from drumroll.cluster.rendezvous import LOOPBACK, find_store, gloo_options, meeting, register_gloo, steer_nccl
 from drumroll.errors import PeerFailed
+from drumroll.processes.rendezvous import LOOPBACK, find_store, gloo_options, meeting, register_gloo, steer_nccl
 
 BUCKET = 2**24
 """Elements summed in one collective: large enough for speed, small enough to need little memory."""

@@ -30,7 +30,7 @@ from drumroll.learners.totals import Totals
 from drumroll.models.adapters import save_model, without_adapters
 from drumroll.models.head import score
 from drumroll.models.loading import LoadedModel
-from drumroll.models.paths import Paths
+from drumroll.models.prefix_tree import Paths
 
 STATE = "learner.json"
 MASTER = "master.safetensors"

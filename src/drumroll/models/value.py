@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from drumroll.models.loading import LoadedModel
-from drumroll.models.paths import Paths
+from drumroll.models.prefix_tree import Paths
 
 
 class ValueModel(nn.Module):

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumroll.batch import Path
 from drumroll.errors import ModelError
 from drumroll.models import attention
 from drumroll.models.head import score
-from drumroll.models.paths import Path, Paths
+from drumroll.models.prefix_tree import Paths
 
 TOLERANCE = 1e-4
 """Largest difference between log-probs of the two ways; float32 rounding is about 1e-6."""

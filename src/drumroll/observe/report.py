@@ -19,9 +19,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from drumroll.config import AnyConfig, RLConfig
-from drumroll.observe.trouble import Trouble, by_cause
-from drumroll.store.files import write_text
-from drumroll.store.rollouts import read_samples, read_troubles
+from drumroll.observe.failures import Trouble, by_cause
+from drumroll.runfiles.durable import write_text
+from drumroll.runfiles.rollouts import read_samples, read_troubles
 from drumroll.store.run import CONFIG, Run
 
 REPORT = "report.html"

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from drumroll.observe.trouble import by_cause
+from drumroll.observe.failures import by_cause
 from drumroll.store.run import Run
 
 

@@ -21,11 +21,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from drumroll.cluster.pool import KillablePool, RemoteError
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
 from drumroll.config.sandbox import SandboxConfig
-from drumroll.deadline import CpuTimeExceeded, MachineBusy
 from drumroll.errors import ConfigError, MissingExtra, being_cancelled, user_frames
+from drumroll.processes.deadline import CpuTimeExceeded, MachineBusy
+from drumroll.processes.pool import KillablePool, RemoteError
 from drumroll.registry import Registry
 from drumroll.sample import ENVIRONMENT, Failure, Sample
 from drumroll.sandbox import Sandbox, open_sandbox

@@ -1,4 +1,4 @@
-"""Rewards that ask a judge. Who it is, and how it is reached, is in `rewards/asking.py`."""
+"""Rewards that ask a judge. Who it is, and how it is reached, is in `rewards/judge_client.py`."""
 
 from __future__ import annotations
 

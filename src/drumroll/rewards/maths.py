@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from drumroll.deadline import CpuTimeExceeded
+from drumroll.processes.deadline import CpuTimeExceeded
 from drumroll.rewards import REWARDS, Processes
 from drumroll.rewards.extraction import final_answer, last_boxed
 from drumroll.rewards.numbers import read

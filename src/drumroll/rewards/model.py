@@ -6,15 +6,24 @@ Samples are scored when they come, and those that wait at the same time in one p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from drumroll.cluster.group import WorkerGroup
 from drumroll.config.roles import RewardModelRole
 from drumroll.data.render import Content, Renderer
 from drumroll.errors import ModelError
+from drumroll.processes.memory import peak_gb
 from drumroll.rewards import REWARDS, Rate
 from drumroll.rewards.templates import spelled
+
+
+class Workers(Protocol):
+    """The workers of the role, as `workers.group.WorkerGroup` calls them."""
+
+    @property
+    def size(self) -> int: ...
+    async def call(self, rank: int, method: Callable[..., Any], *args: Any) -> Any: ...
+    async def close(self) -> None: ...
 
 
 class Classifier:
@@ -49,15 +58,13 @@ class Classifier:
 
     def memory(self) -> float:
         """GB at most since the last call."""
-        from drumroll.cluster.memory import peak_gb
-
         return peak_gb()
 
 
 class RewardModel:
     """What a reward asks: puts together what waits, and gives it to the next free worker."""
 
-    def __init__(self, role: RewardModelRole, group: WorkerGroup[Classifier], tokenizer: Any) -> None:
+    def __init__(self, role: RewardModelRole, group: Workers, tokenizer: Any) -> None:
         self.role, self.group, self.renderer = role, group, Renderer(tokenizer)
         self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
         self._free = list(range(group.size))

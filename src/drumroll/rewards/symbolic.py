@@ -12,7 +12,7 @@ from latex2sympy2_extended import latex2sympy2
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Expr, Float, Integer, Rational
 
-from drumroll.deadline import cpu_limit
+from drumroll.processes.deadline import cpu_limit
 
 SECONDS = 2.0
 """CPU time for each of reading an answer, reading the gold answer, and comparing them in either way.

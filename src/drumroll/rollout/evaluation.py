@@ -15,11 +15,11 @@ from drumroll.data.rows import read
 from drumroll.data.source import Reader, RequiredColumns
 from drumroll.engines import Completion, EngineLost, Request, Sampling
 from drumroll.engines.continuation import Continuation
+from drumroll.engines.router import Router
 from drumroll.envs.episodes import Episodes
 from drumroll.envs.metrics import measures
 from drumroll.errors import DataError, NoEngines
-from drumroll.rollout.lifecycle import SampleFailed
-from drumroll.rollout.router import Router
+from drumroll.lifecycle import SampleFailed
 from drumroll.rollout.scheduler import Decode, Score
 from drumroll.sample import Owner, Prompt, Sample, Trace, sample_seed
 

@@ -26,11 +26,11 @@ from typing import Any, Protocol
 from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Completion, Request, Sampling
 from drumroll.engines.continuation import Continuation
+from drumroll.engines.router import Router
 from drumroll.errors import BadRow, RolloutError, being_cancelled, user_frames
+from drumroll.lifecycle import DrawEvent, Event, Listener, OpenEpisode, SampleFailed, Stage, answered_once, legal
+from drumroll.rollout.admission import Places
 from drumroll.rollout.filters import Filter, find_filter
-from drumroll.rollout.lifecycle import DrawEvent, Event, Listener, SampleFailed, Stage, legal
-from drumroll.rollout.places import Places
-from drumroll.rollout.router import Router
 from drumroll.rollout.stats import LengthBias, StepStats
 from drumroll.sample import (
     GREEDY,
@@ -65,28 +65,6 @@ class Score(Protocol):
     """What gives a sample its reward or its failure, within a deadline of its own."""
 
     async def score(self, sample: Sample) -> None: ...
-
-
-class Episode(Protocol):
-    """A sample's dealings with its environment; both calls keep deadlines of their own."""
-
-    async def begin(self) -> bool:
-        """Give the sample its first trace; whether the policy has a turn."""
-        ...
-
-    async def answer(self) -> bool:
-        """Take the turn that stands at the end of the sample's last trace; whether the policy has another."""
-        ...
-
-    def close(self) -> None: ...
-
-
-OpenEpisode = Callable[[Sample], Episode | None]
-
-
-def answered_once(sample: Sample) -> Episode | None:
-    """No environment: a prompt gets one answer."""
-    return None
 
 
 @dataclass(eq=False)

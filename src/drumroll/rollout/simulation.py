@@ -16,8 +16,8 @@ from typing import Any
 
 from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Completion, EngineLost, Request
-from drumroll.rollout.lifecycle import Listener
-from drumroll.rollout.router import Router
+from drumroll.engines.router import Router
+from drumroll.lifecycle import Listener
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.sample import GREEDY, Failure, Prompt, Sample, StopReason, Version
 

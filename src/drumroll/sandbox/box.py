@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from drumroll.errors import MissingExtra
+from drumroll.processes import clock
 
 INSIDE = Path(__file__).parent / "inside"
 STUB = b"import sys\nexec(compile(sys.modules['tests'].text, 'test_program.py', 'exec'), globals())\n"
@@ -28,6 +29,8 @@ def _zip(files: dict[str, bytes]) -> bytes:
 def code(entry: str) -> bytes:
     """The modules of `inside`, started at a function of `zygote`."""
     files = {f"inside/{path.name}": path.read_bytes() for path in sorted(INSIDE.glob("*.py"))}
+    files |= {"drumroll/__init__.py": b"", "drumroll/processes/__init__.py": b""}
+    files["drumroll/processes/clock.py"] = Path(clock.__file__).read_bytes()
     return _zip(files | {"__main__.py": f"from inside.zygote import {entry}\n{entry}()\n".encode()})
 
 

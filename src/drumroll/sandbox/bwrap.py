@@ -22,8 +22,8 @@ from typing import Any
 from typing_extensions import override
 
 from drumroll.config.sandbox import SandboxConfig
-from drumroll.deadline import Deadline, RunTimeExceeded
 from drumroll.errors import ConfigError
+from drumroll.processes.deadline import Deadline, RunTimeExceeded
 from drumroll.sandbox import SandboxError, box, seccomp
 from drumroll.sandbox.grading import Grader, Job, read_reply
 from drumroll.sandbox.inside.supervisor import BEGUN

@@ -11,8 +11,8 @@ from typing import Any
 from typing_extensions import override
 
 from drumroll.config.sandbox import SandboxConfig
-from drumroll.deadline import Deadline
 from drumroll.errors import ConfigError, MissingExtra
+from drumroll.processes.deadline import Deadline
 from drumroll.sandbox import SandboxError, box
 from drumroll.sandbox.grading import Grader, Job, decode_reply
 

@@ -14,7 +14,7 @@ from typing import Any
 from typing_extensions import override
 
 from drumroll.config.sandbox import SandboxConfig
-from drumroll.deadline import Deadline, RunTimeExceeded
+from drumroll.processes.deadline import Deadline, RunTimeExceeded
 from drumroll.sandbox import box
 from drumroll.sandbox.grading import Grader, Job, read_reply
 

@@ -15,18 +15,18 @@ from typing import Any
 
 from typing_extensions import override
 
-from drumroll.cluster.pool import RemoteError
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Sampling
-from drumroll.envs.host import agent_path
-from drumroll.envs.loops import Loop
-from drumroll.envs.places import in_thread
+from drumroll.engines.router import Router
+from drumroll.envs.executors import in_thread
+from drumroll.envs.runner import agent_path
 from drumroll.errors import ConfigError, MissingExtra, being_cancelled, user_frames
+from drumroll.lifecycle import SampleFailed
+from drumroll.processes.loops import Loop
+from drumroll.processes.pool import RemoteError
 from drumroll.registry import import_path
 from drumroll.rewards import Meter, check_value
-from drumroll.rollout.lifecycle import SampleFailed
-from drumroll.rollout.router import Router
 from drumroll.sample import ENVIRONMENT, GREEDY, Failure, Sample, StopReason, sample_seed
 from drumroll.serve.caller import LIMITS, Caller, Served
 from drumroll.serve.endpoint import Endpoint

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from drumroll.store.files import new_folder, remove_folder, write_text
+from drumroll.runfiles.durable import new_folder, remove_folder, write_text
 
 STATE = "state.json"
 BEST = "best.json"

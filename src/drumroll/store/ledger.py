@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from drumroll.errors import StoreError
-from drumroll.rollout.lifecycle import DrawEvent, Event
+from drumroll.lifecycle import DrawEvent, Event
 from drumroll.sample import GREEDY, Fate, Sample
 
 SCHEMA = """

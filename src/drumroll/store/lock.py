@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from drumroll.errors import StoreError
-from drumroll.store.files import explained, make_folder
+from drumroll.runfiles.durable import explained, make_folder
 
 LOCK = ".lock"
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)

@@ -14,11 +14,11 @@ from typing import Any
 
 from drumroll.config import AnyConfig, dump, load
 from drumroll.errors import StoreError
+from drumroll.runfiles.durable import append_text, explained, make_folder, new_file, sync, write_text
+from drumroll.runfiles.rollouts import read_outcomes, read_samples, write_samples
 from drumroll.sample import Sample
 from drumroll.store.checkpoints import Checkpoints
-from drumroll.store.files import append_text, explained, make_folder, new_file, sync, write_text
 from drumroll.store.lock import LOCK
-from drumroll.store.rollouts import read_outcomes, read_samples, write_samples
 
 CONFIG, METRICS, SUMMARY, LEDGER = "config.yaml", "metrics.jsonl", "summary.json", "ledger.sqlite"
 ROLLOUTS = "rollouts"

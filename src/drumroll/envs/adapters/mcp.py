@@ -21,9 +21,9 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from typing_extensions import override
 
-from drumroll.cluster import lifeline
 from drumroll.envs.adapters.schema import Schema
 from drumroll.envs.adapters.tools import ToolEpisode, ToolError
+from drumroll.processes import lifeline
 from drumroll.sample import Message
 
 CLOSING = 10.0

@@ -19,7 +19,7 @@ from drumroll.envs import Step
 from drumroll.envs.adapters.calls import Call, Unreadable, calls_in, teach, written
 from drumroll.envs.adapters.schema import BadCall, Schema, Tool
 from drumroll.envs.episode import action_in
-from drumroll.envs.host import awaited
+from drumroll.envs.runner import awaited
 from drumroll.errors import did_you_mean
 from drumroll.registry import import_path
 from drumroll.sample import Message

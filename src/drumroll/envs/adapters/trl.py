@@ -17,7 +17,7 @@ from drumroll.envs import Step
 from drumroll.envs.adapters.chance import Chance
 from drumroll.envs.adapters.schema import Tool
 from drumroll.envs.adapters.tools import ToolEpisode
-from drumroll.envs.host import awaited
+from drumroll.envs.runner import awaited
 from drumroll.errors import ConfigError
 from drumroll.registry import import_path
 from drumroll.sample import Message

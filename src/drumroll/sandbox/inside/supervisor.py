@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from drumroll.processes.clock import RunTime, family
+
 from . import examiner, program
-from .clock import RunTime, family
 from .link import receive, send
 
 TICK = 0.05

@@ -1,0 +1,127 @@
+"""What `--dry-run` shows beside the config: whether all that the recipe names exists, and one prompt as the model sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import closing
+
+from drumroll.config import AnyConfig, RLConfig
+from drumroll.config.data import DatasetConfig
+from drumroll.config.environment import NONE
+from drumroll.config.roles import BUILT_IN_MODELS
+from drumroll.data.conversation import Conversation
+from drumroll.data.render import Content, Renderer
+from drumroll.data.rows import is_function, is_local, read
+from drumroll.data.scan import scan
+from drumroll.data.source import RequiredColumns, RowCheck, no_columns
+from drumroll.data.split import Row
+from drumroll.envs.runner import Stage, agent_path, exists
+from drumroll.envs.runner import find as find_environment
+from drumroll.errors import ConfigError, DataError, DrumrollError, HubError, ModelError, user_frames
+from drumroll.models.loading import find as find_model
+from drumroll.models.loading import load_tokenizer
+from drumroll.registry import import_path, search
+from drumroll.rewards import Rewards
+from drumroll.rollout.filters import find_filter
+from drumroll.sample import Scene
+from drumroll.workers.runtime import open_algorithm
+
+
+def resolve(config: AnyConfig, *, files: bool = True) -> Iterator[str]:
+    """Look up rewards, environments, algorithm parts, data and models; a mistake raises, what cannot be known is a warning.
+
+    Without `files` local data is left out, and a missing model directory is a warning.
+    """
+    search(config.import_from)
+    rewards = Rewards(config.rewards())
+    rewards.check_roles(judge=config.roles.judge, reward_model=config.roles.reward_model)
+    open_algorithm(config)
+    if isinstance(config, RLConfig):
+        for own in (config.rollout, *map(config.rollout.of, config.rollout.domains)):
+            if own.filter:
+                find_filter(own.filter, own.filter_args)
+    for use in sorted(_environments(config)):
+        agent = agent_path(use)
+        _ = import_path(agent, "environment.use") if agent else find_environment(use)
+    for section, sets in (("data.train", config.data.train), ("eval.sets", config.eval.sets)):
+        for name, dataset in sets.items():
+            if is_function(dataset):
+                import_path(dataset.source, f"{section}.{name}.source")
+    if files:
+        scan(config, rewards.required_columns)
+    missing: set[str] = set()
+    for name in _models(config):
+        try:
+            find_model(name)
+        except ModelError as error:
+            if files and not isinstance(error, HubError):
+                raise
+            missing.add(name)
+            yield f"warning: {error}"
+    yield from _prompt(config, files, rewards.required_columns, missing)
+
+
+def _environments(config: AnyConfig) -> set[str]:
+    if not isinstance(config, RLConfig):
+        return set()
+    own = (dataset.environment for dataset in (*config.data.train.values(), *config.eval.sets.values()))
+    return {use for use in (config.environment.use, *own) if use and use != "none"}
+
+
+def _models(config: AnyConfig) -> list[str]:
+    """Models that are not built in, each once."""
+    roles = (getattr(config.roles, role) for role in type(config.roles).model_fields)
+    named = [getattr(role, "model", None) for role in roles if role is not None and getattr(role, "url", None) is None]
+    return [name for name in dict.fromkeys([config.role_model("actor"), *named]) if name and name not in BUILT_IN_MODELS]
+
+
+def _prompt(config: AnyConfig, files: bool, required: RequiredColumns, missing: set[str]) -> Iterator[str]:
+    """Check the first row of every dataset that can be read here, and show the first of all as the model sees it."""
+    readable = {name: d for name, d in config.data.train.items() if (files if is_local(d) else is_function(d))}
+    if not readable:
+        yield "no prompt is shown: no training data can be read here."
+    model = config.role_model("actor")
+    renderer = None if model in missing else Renderer(load_tokenizer(model))
+    columns, environment = (required, config.environment) if isinstance(config, RLConfig) else (no_columns, NONE)
+    for number, (name, dataset) in enumerate(readable.items()):
+        check = RowCheck(f"data.train.{name}", dataset, columns, environment)
+        _, content, row, scene = check(_first_row(check.name, dataset, config.seed), 0)
+        if not number:
+            yield f"the first prompt of {check.name}" + (":" if renderer else ", without the model's chat template:")
+            shown = _episode(renderer, scene, row) if scene else _text(renderer, content, dataset)
+            yield from (f"  {line}" for line in shown.splitlines())
+
+
+def _first_row(name: str, dataset: DatasetConfig, seed: int) -> Row:
+    try:
+        return next(iter(read(name, dataset, seed)))
+    except DrumrollError:
+        raise
+    except Exception as error:
+        raise DataError(f"{name}: {dataset.source} gave no row: {type(error).__name__}: {error}.") from error
+
+
+def _text(renderer: Renderer | None, content: Content, dataset: DatasetConfig) -> str:
+    if renderer is None:
+        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return renderer.tokenizer.decode(list(renderer.prompt(content, chat=dataset.chat, system=dataset.system)))
+
+
+def _episode(renderer: Renderer | None, scene: Scene, row: Row) -> str:
+    """The first observation, where the environment is our own; others may need servers."""
+    if not exists(scene.use):
+        return f"(what the environment {scene.use} shows first)"
+    try:
+        with closing(Stage(scene.use, scene.args)) as stage:
+            first = asyncio.run(stage.reset(0, row))
+    except DrumrollError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"environment '{scene.use}' cannot start an episode: {type(error).__name__}: {error}.\n{user_frames(error)}".rstrip()
+        ) from error
+    if renderer is None:
+        return first if isinstance(first, str) else json.dumps(first, ensure_ascii=False)
+    return renderer.tokenizer.decode(Conversation(renderer, first, chat=scene.chat, system=scene.system).prompt())

@@ -1,0 +1,74 @@
+"""What a recipe asks of devices and time before it runs: its device layout, and its rollout schedule on virtual time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from drumroll.config import AnyConfig, RLConfig
+from drumroll.config.rollout import RolloutConfig
+from drumroll.placement.devices import Layout, lay_out
+from drumroll.placement.layout import joins, pool_of, requests
+from drumroll.rollout.simulation import Workload, barrier, simulate
+from drumroll.rollout.virtual import run
+from drumroll.workers.runtime import open_algorithm
+
+COLUMNS = ("schedule", "time per step", "useful utilisation", "samples started", "controller CPU per sample")
+
+
+def simulation_table(config: RLConfig, engines: int, steps: int, facts: Mapping[str, Any]) -> Table:
+    """The recipe's own schedule beside a batch-level barrier loop and other settings, on the same draws."""
+    work = Workload(engines=engines, slots=config.roles.rollout.slots, seed=config.seed, **facts)
+    table = Table(
+        title=f"{engines} engines × {work.slots} slots, {steps} steps, times in median generations", title_justify="left"
+    )
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    own = _settings(config.rollout, {})
+    base = barrier(work, own, steps)
+    table.add_row("batch-level barrier", f"{base.seconds / steps:.2f}", f"{base.utilisation:.1%}", str(base.started), "–")
+    others = (
+        {"order": "draw", "max_staleness": 0.0},
+        {"order": "draw", "max_staleness": 1.0},
+        {"order": "arrival", "max_staleness": 1.0},
+    )
+    rows = [
+        ("this recipe", own),
+        *((f"{o['order']} order, staleness {o['max_staleness']:g}", _settings(config.rollout, o)) for o in others),
+    ]
+    for name, settings in rows:
+        began = time.process_time()
+        out = run(simulate(work, settings, steps))
+        cost = (time.process_time() - began) / max(1, out.started)
+        table.add_row(name, f"{out.seconds / steps:.2f}", f"{out.utilisation:.1%}", str(out.started), f"{cost * 1e6:.0f} µs")
+    return table
+
+
+def _settings(config: RolloutConfig, changes: Mapping[str, Any]) -> RolloutConfig:
+    """The recipe's settings on simulated time: no deadlines, room for long samples, partial only where it is allowed."""
+    fixed = {
+        "generation_timeout": 1e9,
+        "max_tokens": 10**6,
+        "filter": "zero_variance" if config.filter else None,
+        "filter_args": {},
+    }
+    merged: dict[str, Any] = config.model_dump() | fixed | dict(changes)
+    merged["partial"] = merged["partial"] and merged["max_staleness"] >= 1
+    return RolloutConfig.model_validate(merged)
+
+
+def planned(config: AnyConfig) -> Layout | None:
+    """The device layout as far as it is known without the cluster; None on the local runtime, or where a cluster is joined."""
+    if config.cluster.runtime != "ray" or joins(config):
+        return None
+    try:
+        gpus = len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        gpus = 0
+    if config.cluster.kind == "cuda":  # a plan for GPUs that are elsewhere
+        gpus = max(gpus, config.cluster.devices or 0)
+    return lay_out(pool_of(config, gpus), requests(config, open_algorithm(config).needs))

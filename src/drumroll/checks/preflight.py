@@ -1,0 +1,282 @@
+"""Before any training: do the rewards tell right from wrong, and has the start model anything to learn from?
+
+Gold answers come from the rows themselves, tried in the forms that verifiers look for. What is wrong, empty or garbage
+must score less. Then the start model answers a few prompts of each domain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from drumroll.algorithms.advantages import ESTIMATORS
+from drumroll.config import RLConfig
+from drumroll.data.render import Renderer
+from drumroll.data.scan import scan
+from drumroll.data.source import PromptSource
+from drumroll.engines import Sampling
+from drumroll.registry import search
+from drumroll.rewards import Rewards, Scorer
+from drumroll.rollout.evaluation import Evaluator
+from drumroll.sample import Failure, Prompt, Sample, StopReason
+from drumroll.stages import decoder, open_episodes, open_scorer, speller
+from drumroll.workers.runtime import open_workers
+
+ROWS, GROUPS = 12, 6
+"""Rows per domain that are scored, and those of them that the start model answers."""
+GOLD = ("completion", "gold", "solution", "answer")
+FORMS = (
+    "{}",
+    "\\boxed{{{}}}",
+    "<answer>{}</answer>",
+    "<think>\nIt follows.\n</think>\n<answer>{}</answer>",
+    "<think>\nIt follows.\n</think>\n<answer>\\boxed{{{}}}</answer>",
+    "```python\n{}\n```",
+)
+GARBAGE = "zq#~ 0/0 ]]} \\boxed{ </answer> ```"
+RIGHT, LOW = 0.99, 0.2
+
+
+@dataclass
+class RewardCheck:
+    """What one reward gave in one domain, as means over the rows."""
+
+    domain: str
+    reward: str
+    weight: float
+    gold: float | None
+    wrong: float | None
+    empty: float
+    garbage: float
+    milliseconds: float
+    problems: list[str] = field(default_factory=list)
+
+    def tells(self) -> bool:
+        """Whether right answers score higher than all others."""
+        return self.gold is not None and self.gold > max(self.wrong or 0.0, self.empty, self.garbage) + 0.01
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the start model does with a domain."""
+
+    domain: str
+    passed: float
+    reward: float
+    useful: float
+    truncated: float
+    limit: str
+    """The setting that cuts off most of those that are."""
+    tokens: float
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """All that was found."""
+
+    rewards: list[RewardCheck]
+    starts: list[Start]
+    problems: list[str]
+    notices: list[str]
+
+
+async def preflight(config: RLConfig, notify: Callable[[str], None] = lambda text: None) -> Preflight:
+    """Open everything as training would, and look. `notify` gets what a person should know at once."""
+    search(config.import_from)
+    scan(config, Rewards(config.rewards()).required_columns)
+    workers = await open_workers(config)
+    workers.notify = notify
+    try:
+        scorer = open_scorer(config, workers, config.rollout)
+        renderer = Renderer(workers.tokenizer)
+        by_domain = _rows(PromptSource(config.data, config.seed, renderer, scorer.required_columns, config.environment))
+        episodes = open_episodes(config, workers, seed=config.seed)
+        decode, spell = decoder(workers), speller(workers)
+        player = Evaluator(config.eval, [], workers.router, scorer, decode, config.seed, config.rollout, episodes, spell)
+        rewards, problems, notices = [], [], []
+        for domain, prompts in by_domain.items():
+            if prompts[0].scene is not None:  # its environment rewards it: `drumroll check ENV` looks at that
+                continue
+            found = await _check_rewards(scorer, domain, prompts, config.rollout.reward_timeout)
+            rewards += found
+            problems += [f"{domain}: {problem}" for check in found for problem in check.problems]
+            if all(check.gold is None for check in found):
+                notices.append(
+                    f"{domain}: no gold answer was found in the columns ({', '.join(GOLD)}), so its rewards could not be checked."
+                )
+            elif not any(check.tells() for check in found if check.weight):
+                problems.append(f"{domain}: no reward scores right answers higher than wrong ones.")
+        starts = [await _start(config, player, domain, prompts[:GROUPS]) for domain, prompts in by_domain.items()]
+        problems += [f"{s.domain}: a sample failed: {s.failure.told()}" for s in starts if s.failure is not None]
+        notices += [notice for start in starts for notice in _advice(start)]
+        if starts and not any(start.useful for start in starts):
+            problems.append("no group of the start model would give a gradient, so training would change nothing.")
+        return Preflight(rewards, starts, problems, notices)
+    finally:
+        await workers.close()
+
+
+def _rows(source: PromptSource) -> dict[str, list[Prompt]]:
+    """A few rows of every domain, in the order that training draws them."""
+    found: dict[str, list[Prompt]] = {}
+    for _ in range(ROWS * 4 * max(1, len(source.config.train))):
+        if source.exhausted():
+            break
+        prompt = source.draw()
+        rows = found.setdefault(prompt.domain, [])
+        if len(rows) < ROWS:
+            rows.append(prompt)
+        if len(found) >= len(source.config.train) and all(len(r) >= ROWS for r in found.values()):
+            break
+    return found
+
+
+async def _check_rewards(scorer: Scorer, domain: str, prompts: Sequence[Prompt], timeout: float) -> list[RewardCheck]:
+    """Every reward of a domain on right, wrong, empty and garbage answers."""
+    answers = [_answer(prompt) for prompt in prompts]
+    gold = [await _best(scorer, p, a) for p, a in zip(prompts, answers, strict=True) if a is not None]
+    others = [_other(answers, i) for i in range(len(prompts))]
+    wrong = [await _score(scorer, p, o) for p, o in zip(prompts, others, strict=True) if o is not None]
+    empty = [await _score(scorer, prompt, "") for prompt in prompts]
+    began = time.perf_counter()
+    garbage = [await _score(scorer, prompt, GARBAGE) for prompt in prompts]
+    seconds = (time.perf_counter() - began) / len(prompts)
+    again = [await _score(scorer, prompt, GARBAGE) for prompt in prompts]
+    checks: list[RewardCheck] = []
+    for reward in scorer.rewards(domain):
+
+        def mean(samples: Sequence[Sample], name: str = reward.name) -> float | None:
+            values = [s.rewards[name] for s in samples if name in s.rewards]
+            return statistics.mean(values) if values else None
+
+        check = RewardCheck(
+            domain,
+            reward.name,
+            reward.weight,
+            mean(gold),
+            mean(wrong),
+            mean(empty) or 0.0,
+            mean(garbage) or 0.0,
+            1000 * seconds,
+        )
+        changed = sum(a.rewards.get(reward.name) != b.rewards.get(reward.name) for a, b in zip(garbage, again, strict=True))
+        if changed:
+            check.problems.append(
+                f"reward '{reward.name}' gave {changed} of {len(prompts)} answers another score the second time."
+            )
+        checks.append(check)
+    failures = [s.failure for s in [*gold, *wrong, *empty, *garbage] if s.failure is not None]
+    if failures and checks:
+        checks[0].problems.append(f"{len(failures)} of the answers could not be scored; the first: {failures[0].told()}")
+    if seconds > timeout / 10 and checks:
+        checks[0].problems.append(
+            f"scoring takes {seconds:.2g} s an answer, which is close to rollout.reward_timeout={timeout:g}."
+        )
+    return checks
+
+
+def _answer(prompt: Prompt) -> str | None:
+    found = next((prompt.columns[c] for c in GOLD if prompt.columns.get(c) not in (None, "")), None)
+    return None if found is None else str(found)
+
+
+def _other(answers: Sequence[str | None], index: int) -> str | None:
+    """An answer of another row that differs from the right one."""
+    return next((a for a in (*answers[index + 1 :], *answers[:index]) if a is not None and a != answers[index]), None)
+
+
+async def _best(scorer: Scorer, prompt: Prompt, answer: str) -> Sample:
+    """The right answer in the form that scores highest."""
+    tried = [await _score(scorer, prompt, form.format(answer)) for form in FORMS]
+    return max(tried, key=lambda sample: sample.reward if sample.reward is not None else float("-inf"))
+
+
+async def _score(scorer: Scorer, prompt: Prompt, completion: str) -> Sample:
+    sample = Sample(prompt, 0, 0, completion=completion, stop=StopReason.EOS)
+    await scorer.score(sample)
+    return sample
+
+
+async def _start(config: RLConfig, player: Evaluator, domain: str, prompts: Sequence[Prompt]) -> Start:
+    """The start model's answers to a few prompts, or episodes, as training would sample them."""
+    own = config.rollout.of(domain)
+    sampling = Sampling(own.temperature, own.max_tokens, tuple(own.stop))
+
+    async def one(draw: int, prompt: Prompt, index: int) -> Sample:
+        sample = Sample(prompt, draw, index)
+        await player.attempt(sample, sampling, own.samples, domain, f"preflight/{domain}")
+        if sample.failure is None:
+            await player.scorer.score(sample)
+        return sample
+
+    samples = await asyncio.gather(*(one(d, p, i) for d, p in enumerate(prompts) for i in range(own.samples)))
+    rewards = [s.reward or 0.0 for s in samples]
+    groups = [rewards[i : i + own.samples] for i in range(0, len(rewards), own.samples)]
+    compares = ESTIMATORS.traits(config.algorithm.advantage).get("grouped")  # others learn from equal rewards too
+    count, threshold = len(samples), config.eval.pass_threshold
+    cut = [s.stop for s in samples if s.stop in (StopReason.LENGTH, StopReason.CONTEXT)]
+    episode = "environment.context" if config.environment.mode == "trajectory" else "data.max_prompt_tokens"
+    return Start(
+        domain,
+        sum(s.success is True or (s.success is None and (s.reward or 0.0) > threshold) for s in samples) / count,
+        statistics.mean(rewards),
+        sum(not compares or max(g) - min(g) > 1e-9 for g in groups) / len(groups),
+        len(cut) / count,
+        "rollout.max_tokens" if cut.count(StopReason.LENGTH) * 2 >= len(cut) else episode,
+        statistics.mean(s.policy_length() for s in samples),
+        next((s.failure for s in samples if s.failure is not None), None),
+    )
+
+
+def _advice(start: Start) -> Iterator[str]:
+    if start.useful == 0:
+        what = "always right" if start.passed == 1 else "never right" if start.passed == 0 else "always scored alike"
+        yield f"{start.domain}: the start model is {what} here, so no group would give a gradient: choose other data or a warm start."
+    elif start.useful < LOW:
+        yield (
+            f"{start.domain}: only {start.useful:.0%} of groups would give a gradient; "
+            "rollout.filter: zero_variance with rollout.oversample trains on these alone."
+        )
+    if start.truncated > 0.5:
+        yield f"{start.domain}: {start.truncated:.0%} of completions are cut off: raise {start.limit}."
+
+
+def preflight_tables(found: Preflight) -> list[RenderableType]:
+    """For the terminal."""
+    rewards = Table(title="rewards on right and wrong answers", title_justify="left")
+    for column in ("domain", "reward", "weight", "gold", "wrong", "empty", "garbage", "ms", ""):
+        rewards.add_column(
+            column, justify="right" if column in ("weight", "gold", "wrong", "empty", "garbage", "ms") else "left"
+        )
+    for c in found.rewards:
+        good = c.gold is not None and c.gold >= RIGHT and max(c.wrong or 0.0, c.empty, c.garbage) <= LOW
+        verdict = Text("good", "green") if good else Text("tells", "green") if c.tells() else Text("–", "dim")
+        cells = [f"{c.weight:g}", *("–" if v is None else f"{v:.2f}" for v in (c.gold, c.wrong, c.empty, c.garbage))]
+        rewards.add_row(c.domain, c.reward, *cells, f"{c.milliseconds:.1f}", verdict)
+    starts = Table(title="the start model", title_justify="left")
+    for column in ("domain", "passes", "mean reward", "groups with a gradient", "cut off", "tokens"):
+        starts.add_column(column, justify="left" if column == "domain" else "right")
+    for s in found.starts:
+        starts.add_row(
+            s.domain, f"{s.passed:.0%}", f"{s.reward:.3f}", f"{s.useful:.0%}", f"{s.truncated:.0%}", f"{s.tokens:.0f}"
+        )
+    lines = Table.grid(padding=(0, 1))
+    for problem in found.problems:
+        lines.add_row(Text("problem:", "bold red"), Text(problem))
+    for notice in found.notices:
+        lines.add_row(Text("notice:", "bold yellow"), Text(notice))
+    idle = [start.domain for start in found.starts if not start.useful]
+    if not found.problems and idle:
+        note = f"the rewards can be trained on, but {', '.join(idle)} would give no gradient."
+        lines.add_row(Text("in part:", "bold yellow"), Text(note))
+    elif not found.problems:
+        lines.add_row(Text("ready:", "bold green"), Text("the rewards can be trained on."))
+    return [rewards, starts, lines]

@@ -1,0 +1,110 @@
+"""Saved rollouts under changed rewards: what would the samples of a run have been given?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.table import Table
+
+from drumroll.config import RLConfig
+from drumroll.errors import StoreError
+from drumroll.processes.pool import KillablePool
+from drumroll.registry import search
+from drumroll.rewards import Scorer
+from drumroll.runfiles.durable import make_folder, new_file
+from drumroll.runfiles.rollouts import SCHEMA, TEXTS, read_samples
+from drumroll.sample import ENVIRONMENT, Prompt, Sample, StopReason
+from drumroll.stages import open_scorer
+from drumroll.workers.runtime import open_workers
+
+FOLDER = "rescored"
+AT_ONCE = 64
+
+
+async def rescore(run: Path, config: RLConfig) -> Table:
+    """Score every recorded sample again, write the rows to `rescored/`, and compare."""
+    files = sorted((run / "rollouts").glob("*.parquet"))
+    if not files:
+        raise StoreError(f"{run} has no recorded rollouts to score again.")
+    search(config.import_from)
+    asks = config.roles.judge is not None or config.roles.reward_model is not None
+    workers = await open_workers(config) if asks else None  # else no model is needed
+    pool = KillablePool(config.rollout.reward_workers)
+    scorer = (
+        open_scorer(config, workers, config.rollout)
+        if workers is not None
+        else Scorer(config.rewards(), config.rollout.reward_timeout, pool, sandbox=config.sandbox)
+    )
+    counts: dict[str, dict[str, float]] = {}
+    try:
+        for file in files:
+            rows = [await row for row in _bounded(list(read_samples(file)), scorer)]
+            for before, after in rows:
+                _count(
+                    counts.setdefault(before["domain"], dict.fromkeys(("samples", "before", "after", "changed"), 0.0)),
+                    before,
+                    after,
+                )
+            _write(run / FOLDER / file.name, [after for _, after in rows])
+    finally:
+        await scorer.close()
+        if workers is not None:
+            await workers.close()
+    return _table(run, counts)
+
+
+def _bounded(rows: list[dict[str, Any]], scorer: Scorer) -> list[asyncio.Task[tuple[dict[str, Any], dict[str, Any]]]]:
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        async with places:
+            return row, await _again(row, scorer)
+
+    return [asyncio.create_task(one(row)) for row in rows]
+
+
+async def _again(row: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
+    content = row["prompt"]
+    messages = tuple(json.loads(content)) if content.startswith("[{") else content
+    prompt = Prompt(row["prompt_id"], row["domain"], messages, (), row["columns"])
+    stop = StopReason(row["stop"]) if row["stop"] else None
+    given = {name: value for name, value in row["rewards"].items() if name == ENVIRONMENT}  # an episode is not played again
+    sample = Sample(prompt, 0, 0, completion=row["completion"], stop=stop, rewards=given)
+    await scorer.score(sample)
+    failure = sample.failure
+    told = {"failure": str(failure), "traceback": failure.traceback} if failure else {"failure": None, "traceback": None}
+    return {**row, "reward": sample.reward, "rewards": sample.rewards, **told}
+
+
+def _count(total: dict[str, float], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    old, new = before["reward"] or 0.0, after["reward"] or 0.0
+    total["samples"] += 1
+    total["before"] += old
+    total["after"] += new
+    total["changed"] += abs(old - new) > 1e-6
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    make_folder(path.parent)
+    texts = [{**row, **{c: json.dumps(row[c], default=str) for c in TEXTS}} for row in rows]
+    with new_file(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(texts, schema=SCHEMA), temporary, compression="zstd")
+
+
+def _table(run: Path, counts: Mapping[str, Mapping[str, float]]) -> Table:
+    table = Table(title=f"{run}: samples scored again, kept in {FOLDER}/", title_justify="left")
+    table.add_column("domain")
+    for column in ("samples", "reward before", "reward now", "changed"):
+        table.add_column(column, justify="right")
+    for domain, total in sorted(counts.items()):
+        n = total["samples"]
+        table.add_row(
+            domain, f"{n:.0f}", f"{total['before'] / n:.4f}", f"{total['after'] / n:.4f}", f"{total['changed'] / n:.1%}"
+        )
+    return table

@@ -1,0 +1,56 @@
+"""The training loop: one program that states the dataflow of reinforcement learning.
+
+Everything around it (evaluation, files, terminal, interruption) is the session's; everything inside a stage is the
+stage's. No helper may hide the order of the stages.
+"""
+
+from __future__ import annotations
+
+from drumroll.config import RLConfig
+from drumroll.errors import RolloutError
+from drumroll.rollout.scheduler import Rollouts
+from drumroll.session import Remembered, Session
+from drumroll.stages import advantages, describe, infer, pack, publish, update
+from drumroll.workers.batch_builder import Desk
+
+
+async def train(session: Session, config: RLConfig, rollouts: Rollouts) -> None:
+    """Generate, score, train, publish, commit; until the steps are done."""
+    workers = session.workers
+    memory = Remembered(await workers.desk.call(0, Desk.start))
+    rollouts.listeners.append(session.open_ledger())
+    session.watch(rollouts=rollouts, algorithm=memory)
+    temperature = config.rollout.temperature
+
+    await session.start()
+    try:
+        while session.step < config.steps and not rollouts.exhausted():
+            async with session.stage("rollout"):
+                groups = await rollouts.take(config.rollout.prompts)
+            if not groups:
+                break
+            metrics = describe(groups, rollouts.version)
+            metrics |= rollouts.stats.metrics(stable=config.deterministic) | rollouts.source.metrics()
+
+            async with workers.training():  # devices shared with generation are given over
+                async with session.stage("infer"):
+                    batch = await pack(workers, groups, oldest=rollouts.oldest_trainable())
+                    batch = await infer(workers, batch, temperature)
+                    batch, found = await advantages(workers, batch, memory)
+                    metrics |= found
+
+                async with session.stage("train"):
+                    metrics |= await update(workers, batch, temperature, idle=session.step < config.algorithm.critic_first)
+
+            async with session.stage("publish"):
+                await publish(workers, session.step + 1)
+                rollouts.publish(session.step + 1)
+            rollouts.trained(groups)
+
+            await session.commit(metrics, [s for g in groups for s in g.everyone()] + rollouts.stats.failed)
+    except RolloutError:
+        session.record_failed(rollouts.failed)
+        raise
+    finally:
+        await rollouts.close()
+    await session.finish()

@@ -1,0 +1,56 @@
+"""What a config asks of the devices, before anything is started. No Ray; torch only where the algorithm is asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+from drumroll.algorithms import REFERENCE, TEACHER, VALUES
+from drumroll.config import AnyConfig, RLConfig
+from drumroll.errors import ConfigError
+from drumroll.placement.devices import DeviceRequest, Kind, Pool
+
+
+def requests(config: AnyConfig, needs: Collection[str]) -> list[DeviceRequest]:
+    """What each role of the run asks of the pool, given what the algorithm needs."""
+    roles = config.roles
+    asked = [
+        DeviceRequest("actor", roles.actor.devices),
+        DeviceRequest("rollout", roles.rollout.devices, {str(k): v for k, v in roles.rollout.parallel.items()}),
+    ]
+    if REFERENCE in needs and not adapters_off(config):
+        asked.append(DeviceRequest("reference", roles.reference.devices))
+    if TEACHER in needs:
+        asked.append(DeviceRequest("teacher", roles.teacher.devices))
+    if VALUES in needs:
+        asked.append(DeviceRequest("critic", roles.critic.devices))
+    if roles.judge is not None and roles.judge.url is None:
+        asked.append(DeviceRequest("judge", roles.judge.devices))
+    if roles.reward_model is not None:
+        asked.append(DeviceRequest("reward_model", roles.reward_model.devices))
+    return asked
+
+
+def adapters_off(config: AnyConfig) -> bool:
+    """Whether the reference is the actor without its adapters."""
+    return isinstance(config, RLConfig) and config.roles.actor.lora is not None and config.roles.reference.model is None
+
+
+def threads_of(config: AnyConfig) -> int:
+    """CPU threads of a device as the config asks for them; 0 lets the machine decide."""
+    return config.cluster.threads or config.threads
+
+
+def pool_of(config: AnyConfig, gpus: int) -> Pool:
+    """The devices of this machine, which has so many GPUs, as the config asks for them."""
+    wanted, cores = config.cluster, os.cpu_count() or 1
+    kind = Kind(wanted.kind) if wanted.kind != "auto" else (Kind.CUDA if gpus else Kind.CPU)
+    if kind is Kind.CUDA and (wanted.devices or 1) > gpus:
+        raise ConfigError(f"cluster.devices: {wanted.devices or 1} GPUs were asked for, but this machine has {gpus}.")
+    count = wanted.devices or (gpus if kind is Kind.CUDA else 1)
+    return Pool.of([{kind: count}], threads_of(config) or (1 if kind is Kind.CUDA else max(1, cores // count)))
+
+
+def joins(config: AnyConfig) -> bool:
+    """Whether the run joins a cluster, instead of starting one here."""
+    return bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))

@@ -1,0 +1,43 @@
+"""Answers of a judge, kept by a hash of model and question, so that nothing is asked twice: in memory, and in a file if wanted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from drumroll.runfiles.durable import explained
+
+
+class Answers:
+    """A cache. Its file is read when first needed, for the run's directory is made after the judge."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self._known: dict[str, str] | None = None
+
+    @staticmethod
+    def key(model: str, question: str) -> str:
+        """What an answer is found by."""
+        return hashlib.sha256(f"{model}\0{question}".encode()).hexdigest()
+
+    def get(self, key: str) -> str | None:
+        """The answer, if it is known."""
+        return self._load().get(key)
+
+    def put(self, key: str, answer: str) -> None:
+        """Remember an answer."""
+        self._load()[key] = answer
+        if self.path is not None and self.path.parent.is_dir():
+            with explained(self.path), self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([key, answer]) + "\n")
+
+    def _load(self) -> dict[str, str]:
+        if self._known is None:
+            self._known = {}
+            for line in self.path.read_text("utf-8").splitlines() if self.path and self.path.exists() else ():
+                with suppress(ValueError):  # a crash may have torn a line
+                    key, answer = json.loads(line)
+                    self._known[key] = answer
+        return self._known

@@ -1,0 +1,26 @@
+"""A file of calls to the endpoint: one JSON line each."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from drumroll.runfiles.durable import explained
+
+
+class CallLog:
+    """Appends every call as it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+
+    def add(self, call: Mapping[str, Any]) -> None:
+        """One line, with the time."""
+        with explained(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), **call}) + "\n")

@@ -1,0 +1,153 @@
+"""`drumroll serve`: a model, or that of a recipe or a run, behind the endpoint until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from drumroll.config import AnyConfig, load
+from drumroll.data.render import Renderer
+from drumroll.engines import Sampling
+from drumroll.engines.router import Router
+from drumroll.errors import StoreError
+from drumroll.runfiles.calls import CallLog
+from drumroll.sample import Message, sample_seed
+from drumroll.serve.caller import Caller, Served
+from drumroll.serve.endpoint import Endpoint
+from drumroll.serve.traces import Call
+from drumroll.serve.writing import Line
+from drumroll.store.run import CONFIG, Run
+from drumroll.workers.runtime import Workers, context_length, open_workers
+
+CONTEXT = 2048
+"""Tokens of a conversation, where no recipe says."""
+SLOTS = 8
+"""Calls at once, where no recipe says."""
+KEPT = 1000
+"""Samples whose conversations are kept; of more, those not called for longest are forgotten."""
+LONGEST_CALL = 3600.0
+"""Seconds."""
+
+
+def config_of(target: str, overrides: Sequence[str] = ()) -> AnyConfig:
+    """What to load: the config of a recipe or a run, or one for a bare model."""
+    path = Path(target)
+    if (path / CONFIG).exists():
+        run = Run.open(path)
+        if not run.model_path.exists():
+            raise StoreError(
+                f"the run {path} has not ended, so it has no model yet; serve one of its checkpoints' models by path."
+            )
+        return load(path / CONFIG, [f"model={run.model_path}", "roles.actor.model=null", *overrides]).config
+    if path.suffix in (".yaml", ".yml"):
+        return load(path, overrides).config
+    bare: dict[str, Any] = {
+        "name": target.rstrip("/").rpartition("/")[2],
+        "model": target,
+        "data": {"train": {"none": {"source": "drumroll.data.problems:sums"}}, "max_prompt_tokens": CONTEXT // 2},
+        "rollout": {"max_tokens": CONTEXT // 2},
+        "roles": {"rollout": {"slots": SLOTS}},
+        "reward": "exact",
+    }
+    return load(bare, overrides).config
+
+
+class Callers:
+    """Samples by the name in their base URL, made when they first call. A call to the bare `/v1` is a sample of its own."""
+
+    def __init__(self, served: Served, router: Router) -> None:
+        self.served = served
+        self.router = router
+        self._kept: OrderedDict[str, Caller] = OrderedDict()
+        self._count = 0
+
+    def find(self, name: str | None) -> Caller:
+        """The caller of a name."""
+        if name is None:
+            self._count += 1
+            return self._open(f"call-{self._count}")
+        if name not in self._kept:
+            self._kept[name] = self._open(name)
+        self._kept.move_to_end(name)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[name]
+
+    def _open(self, name: str) -> Caller:
+        self._count += 1
+        line = Line(self.router.generate, self.served.spell, name, self._count, LONGEST_CALL)
+        return Caller(name, self.served, line, Sampling(max_tokens=self.served.context), _seed, fixed=False)
+
+
+def _seed(number: int, index: int, asked: int | None) -> int:
+    """A caller's own seed gives the same tokens for the same messages."""
+    return secrets.randbits(63) if asked is None else sample_seed(abs(asked), "serve", 0, index)
+
+
+@asynccontextmanager
+async def serving(
+    config: AnyConfig, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None, record: Path | None = None
+) -> AsyncGenerator[Endpoint]:
+    """The endpoint of a config's model, open within the block."""
+    workers = await open_workers(config)
+    try:
+        renderer = Renderer(workers.tokenizer)
+        served = Served(config.name, renderer, decoder(workers), context_length(config))
+        if record is not None:
+            log = CallLog(record)
+            served.recorded = lambda caller, call, messages: log.add(line_of(caller.name, call, messages))
+        endpoint = Endpoint(served, Callers(served, workers.router).find, token)
+        await endpoint.open(host, port)
+        try:
+            yield endpoint
+        finally:
+            await endpoint.close()
+    finally:
+        await workers.close()
+
+
+def line_of(sample: str, call: Call, messages: list[Message]) -> dict[str, Any]:
+    """A call as plain data: the sample, the call that it goes on from, its messages, and its tokens."""
+    written = call.written
+    return {
+        "sample": sample,
+        "call": call.number,
+        "parent": None if call.parent is None else call.parent.number,
+        "messages": messages,
+        "seen": call.seen(),
+        "written": written.tokens,
+        "logprobs": written.logprobs,
+        "versions": written.versions,
+        "stop": written.stop.value,
+    }
+
+
+def decoder(workers: Workers) -> Callable[[list[int]], str]:
+    """Tokens to the text that callers read."""
+    return lambda tokens: workers.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+EXAMPLE = """
+import openai
+
+client = openai.OpenAI(base_url="{url}/s/my-sample/v1", api_key="{token}")
+answer = client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "{content}"}}])
+print(answer.choices[0].message.content)
+"""
+
+
+async def serve(config: AnyConfig, say: Callable[[str], None], **where: Any) -> None:
+    """Serve until Ctrl-C; the token is said once, with an example that works as it is."""
+    async with serving(config, **where) as endpoint:
+        say(f"serving {endpoint.served.name} at {endpoint.url}/v1; Ctrl-C ends it. Token: {endpoint.token}")
+        say(EXAMPLE.format(url=endpoint.url, token=endpoint.token, model=endpoint.served.name, content="12+7="))
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        await stop.wait()

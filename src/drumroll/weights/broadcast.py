@@ -1,0 +1,284 @@
+"""Weights by broadcast, for engines anywhere: gloo in main memory, NCCL between CUDA devices. Store and gloo listen on one address.
+
+The process group is apart from torch's default one. Small tensors are packed into buckets; one as large as a bucket is sent from
+where it lies. A bucket is packed while those before are on their way, and read while those after are. A header says what the
+next bucket holds; it goes by the group's store, so no side has to know the tensors in advance.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drumroll.processes.rendezvous import LOOPBACK, find_store, gloo_group, gloo_options, meeting, open_store, steer_nccl
+from drumroll.sample import Version
+from drumroll.weights import ALIGN, AS_IS, BusError, Entry, Named, Packing, Parcel, WrongVersion, lend, unpack
+
+BUCKET = 64 << 20
+IN_FLIGHT = 3
+SMALL = 1 << 20
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the sender and the receivers meet, and how many they are together. With port 0 the sender picks one."""
+
+    host: str
+    port: int
+    size: int
+    device: str = "cpu"
+    seconds: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """The next bucket of a parcel. One without entries is the last, and `error` is why the sender gave up."""
+
+    version: Version
+    manifest: tuple[Entry, ...] = ()
+    size: int = 0
+    error: str = ""
+
+    def encode(self) -> str:
+        """As JSON: whoever can reach the store can write there, so nothing that runs code may be read from it."""
+        entries = [[e.name, str(e.dtype).removeprefix("torch."), e.shape, e.begin, e.end, e.checksum] for e in self.manifest]
+        return json.dumps([self.version, entries, self.size, self.error])
+
+    @classmethod
+    def decode(cls, text: bytes) -> _Header:
+        version, entries, size, error = json.loads(text)
+        return cls(version, tuple(Entry(n, DTYPES[t], tuple(s), b, e, c) for n, t, s, b, e, c in entries), size, error)
+
+
+class _Link:
+    """One process's end of the group; rank 0 sends."""
+
+    def __init__(self, meeting: Meeting, rank: int, address: str) -> None:
+        where = meeting.host, meeting.port, meeting.seconds
+        self.timeout = timedelta(seconds=meeting.seconds)
+        self.store = open_store(*where) if rank == 0 else find_store(*where, address)
+        self.meeting = replace(meeting, port=self.store.port)
+        self.rank, self.address = rank, address
+        self._parcels = 0
+        self._idle: dict[int, Tensor] = {}
+
+    @cached_property
+    def group(self) -> Any:
+        """Made with the first bucket, since making it waits until all are there."""
+        store, size = dist.PrefixStore("group", self.store), self.meeting.size
+        with meeting(store, self.rank, size, self.address, self.meeting.seconds):
+            if self.meeting.device == "cpu":
+                options = gloo_options(self.meeting.host, self.address, self.meeting.seconds)
+                return gloo_group(store, self.rank, size, options)
+            torch.cuda.set_device(self.meeting.device)
+            steer_nccl(self.address)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self.timeout
+            return dist.ProcessGroupNCCL(store, self.rank, size, options)
+
+    def send(self, version: Version, buckets: Iterable[tuple[list[Entry], Tensor]]) -> None:
+        """Broadcast a parcel; returns when all have taken it."""
+        self._parcels += 1
+        taken = [f"{self._parcels}/taken/{rank}" for rank in range(1, self.meeting.size)]
+        posted, works = list[str](), deque[Any]()
+
+        def post(header: _Header) -> None:
+            posted.append(f"{self._parcels}/{len(posted)}")
+            self.store.set(posted[-1], header.encode())
+
+        try:
+            for manifest, data in buckets:
+                post(_Header(version, tuple(manifest), len(data)))
+                works.append(self.group.broadcast(data.contiguous(), 0))
+                self._land(works, IN_FLIGHT - 1)
+            post(_Header(version))
+        except BaseException as error:
+            post(_Header(version, error=f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._land(works)
+        self.store.wait(taken, self.timeout)
+        for key in (*posted, *taken):
+            self.store.delete_key(key)
+
+    def _land(self, works: deque[Any], flying: int = 0) -> None:
+        """Wait until only so many are in flight. A group that lost a member is given up, so that the others need not wait."""
+        try:
+            while len(works) > flying:
+                works.popleft().wait()
+        except RuntimeError:
+            works.clear()
+            del self.group
+            raise
+
+    def take(self) -> Iterator[tuple[_Header, Tensor]]:
+        """The buckets of a parcel, each given out while the next are on their way; the last one is empty."""
+        self._parcels += 1
+        parcel, flying = self._parcels, deque[tuple[Any, _Header, Tensor]]()
+        for index in count():
+            header = _Header.decode(self.store.get(f"{parcel}/{index}"))
+            data = self.buffer(header.size)
+            if header.manifest:
+                flying.append((self.group.broadcast(data, 0), header, data))
+            while len(flying) >= IN_FLIGHT or (flying and not header.manifest):
+                work, *_ = bucket = flying.popleft()
+                work.wait()
+                yield bucket[1:]
+            if header.error:
+                raise BusError(f"The sender of version {header.version} failed: {header.error}")
+            if not header.manifest:
+                self.store.set(f"{parcel}/taken/{self.rank}", "")
+                yield header, data
+                return
+
+    def buffer(self, size: int) -> Tensor:
+        """Bytes on the device. Main memory is used again when no longer held: fresh pages cost more than a copy."""
+        if self.meeting.device != "cpu" or not size:
+            return torch.empty(size, dtype=torch.uint8, device=self.meeting.device)
+        for memory in sorted(self._idle.values(), key=len):
+            if len(memory) >= size and self._idle.pop(memory.data_ptr(), None) is not None:
+                break
+        else:
+            memory = torch.empty(max(size, BUCKET), dtype=torch.uint8)
+        return lend(memory.data_ptr(), size, lambda: self._retire(memory))
+
+    def _retire(self, memory: Tensor) -> None:
+        """Called wherever the last tensor happens to be dropped, so each step must stand alone."""
+        self._idle[memory.data_ptr()] = memory
+        if len(self._idle) > IN_FLIGHT + 1:
+            smallest = min(list(self._idle.values()), key=len)
+            self._idle.pop(smallest.data_ptr(), None)
+
+
+class _Lying:
+    """Tensors that lie next to each other, as one bucket without a copy."""
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.storage = tensor.untyped_storage()
+        self.begin = int(tensor.storage_offset()) * tensor.itemsize
+        self.manifest = [Entry(name, tensor.dtype, tuple(tensor.shape), 0, tensor.nbytes)]
+
+    def add(self, name: str, tensor: Tensor, limit: int) -> bool:
+        """Whether the tensor is the next neighbour and there is room for it; then it is taken."""
+        begin = int(tensor.storage_offset()) * tensor.itemsize - self.begin
+        end = begin + tensor.nbytes
+        near = 0 <= begin - self.manifest[-1].end < 2 * ALIGN and end <= limit
+        if not near or tensor.untyped_storage().data_ptr() != self.storage.data_ptr():
+            return False
+        self.manifest.append(Entry(name, tensor.dtype, tuple(tensor.shape), begin, end))
+        return True
+
+    def sealed(self, packing: Packing) -> tuple[list[Entry], Tensor]:
+        """The bucket, with checksums if wanted."""
+        size = self.manifest[-1].end
+        whole: Any = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        data = whole.set_(self.storage, self.begin, (size,))
+        return [packing.seal(data, entry) for entry in self.manifest], data
+
+
+class BroadcastSender:
+    """Sends from a thread of its own, so that the parcel can go ahead and call the receivers."""
+
+    def __init__(self, meeting: Meeting, packing: Packing = AS_IS, bucket: int = BUCKET, address: str = LOOPBACK) -> None:
+        self._link = _Link(meeting, 0, address)
+        self.meeting = self._link.meeting
+        self.packing = packing
+        self.bucket = bucket
+        self._sending: Future[None] | None = None
+
+    def send(self, version: Version, tensors: Named) -> Parcel:
+        self.wait()
+        self._sending = Future()
+        threading.Thread(target=self._run, args=(version, tensors, self._sending), name="weight-bus", daemon=True).start()
+        return Parcel(version, f"{self.meeting.host}:{self.meeting.port}")
+
+    def wait(self) -> None:
+        sending, self._sending = self._sending, None
+        try:
+            if sending is not None:
+                sending.result()
+        except RuntimeError as error:  # torch's own, of gloo, NCCL and the store
+            raise BusError(f"The weights did not reach all engines; close this sender and meet anew: {error}") from error
+
+    def _run(self, version: Version, tensors: Named, done: Future[None]) -> None:
+        try:
+            with torch.no_grad():
+                self._link.send(version, self._buckets(tensors))
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    def _buckets(self, tensors: Named) -> Iterator[tuple[list[Entry], Tensor]]:
+        """Neighbours in memory go as they lie; what lies alone or must be converted is packed first."""
+        data, manifest, end = torch.empty(0), list[Entry](), 0
+        lying: _Lying | None = None
+        for name, tensor in tensors:
+            if self._ready(tensor, self.packing.place(name, tensor, 0)):
+                if manifest:
+                    yield manifest, data[: max(end, 1)]
+                    manifest, end = [], 0
+                if lying is None or not lying.add(name, tensor, self.bucket):
+                    if lying is not None:
+                        yield lying.sealed(self.packing)
+                    lying = _Lying(name, tensor)
+                continue
+            if lying is not None:
+                yield lying.sealed(self.packing)
+                lying = None
+            entry = self.packing.place(name, tensor, end)
+            if manifest and entry.end > self.bucket:
+                yield manifest, data[: max(end, 1)]
+                entry, manifest = self.packing.place(name, tensor, 0), []
+            if not manifest:
+                data = self._link.buffer(max(self.bucket, entry.end))
+            manifest.append(self.packing.write(data, entry, tensor))
+            end = entry.end
+        if manifest:
+            yield manifest, data[: max(end, 1)]
+        if lying is not None:
+            yield lying.sealed(self.packing)
+
+    def _ready(self, tensor: Tensor, entry: Entry) -> bool:
+        """Whether its bytes can be sent from where they lie: worth it with neighbours, or for a large one."""
+        if not tensor.numel() or tensor.untyped_storage().nbytes() < min(self.bucket, SMALL):
+            return False
+        return tensor.is_contiguous() and tensor.dtype == entry.dtype and tensor.device == torch.device(self.meeting.device)
+
+    def close(self) -> None:
+        del self._link
+
+
+class BroadcastReceiver:
+    """Takes part in every broadcast of its group, under a rank from 1 on."""
+
+    def __init__(self, meeting: Meeting, rank: int, address: str = LOOPBACK) -> None:
+        self._link = _Link(meeting, rank, address)
+
+    def receive(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
+        buckets = self._link.take()
+        try:
+            for header, data in buckets:
+                if header.version != parcel.version:
+                    raise WrongVersion(f"The parcel announces version {parcel.version}, the sender sends {header.version}.")
+                yield from unpack(data, header.manifest)
+        except RuntimeError as error:  # torch's own, of gloo, NCCL and the store
+            raise BusError(f"Version {parcel.version} did not arrive: {error}") from error
+        finally:
+            for _ in buckets:  # whoever stops early still takes the rest, so that the others need not wait
+                pass
+
+    def close(self) -> None:
+        del self._link

@@ -1,0 +1,146 @@
+"""Weights by shared memory, for engines on the learner's host (Linux).
+
+A segment is memory without a name: the kernel frees it after the last process that maps it, however that process ends, so
+nothing can leak and nobody has to unlink. Others open it through /proc. A reader has a shared lock while it holds a
+tensor of it, the writer an exclusive one while it writes; the kernel drops the locks of the dead.
+
+Two segments are written in turn, so the version before the newest can still be fetched. A segment whose tensors are still
+held is left to its readers, and a new one takes its turn.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drumroll.sample import Version
+from drumroll.weights import AS_IS, BusError, Entry, Named, Packing, Parcel, WrongVersion, lend, unpack
+
+SEGMENTS = 2
+GROW = 64 << 20
+HEAD = struct.Struct("<qq")  # a segment begins with its token and the version it holds
+UNWRITTEN = -1
+
+
+class _Segment:
+    """Shared memory as its writer sees it."""
+
+    def __init__(self, run: str) -> None:
+        self.token = secrets.randbits(63)
+        self.fd = os.memfd_create(f"drumroll-{run}"[:200])
+        os.ftruncate(self.fd, mmap.PAGESIZE)
+        self.map = mmap.mmap(self.fd, mmap.PAGESIZE)
+        self.data = torch.frombuffer(self.map, dtype=torch.uint8)
+
+    def mark(self, version: Version) -> None:
+        HEAD.pack_into(self.map, 0, self.token, version)
+
+    def reserve(self, size: int) -> None:
+        """Have room for so many bytes."""
+        if size > len(self.map):
+            del self.data
+            self.map.resize(max(size, len(self.map) + min(len(self.map), GROW)))
+            self.data = torch.frombuffer(self.map, dtype=torch.uint8)
+
+    def lock(self) -> bool:
+        """Keep readers out; false if one holds it."""
+        with suppress(BlockingIOError):
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    def close(self) -> None:
+        del self.data
+        self.map.close()
+        os.close(self.fd)
+
+
+class SharedSender:
+    """Writes each version once, for any number of readers."""
+
+    def __init__(self, run: str, packing: Packing = AS_IS) -> None:
+        self.run = run
+        self.packing = packing
+        self._segments: list[_Segment] = []
+
+    def send(self, version: Version, tensors: Named) -> Parcel:
+        segment, manifest, end = self._turn(), list[Entry](), HEAD.size
+        segment.mark(UNWRITTEN)  # so that nothing can be read if this process dies, or the tensors fail, half-way
+        try:
+            for name, tensor in tensors:
+                entry = self.packing.place(name, tensor, end)
+                end = entry.end
+                segment.reserve(end)
+                manifest.append(self.packing.write(segment.data, entry, tensor))
+            segment.mark(version)
+        finally:
+            fcntl.flock(segment.fd, fcntl.LOCK_UN)
+        return Parcel(version, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.token, tuple(manifest))
+
+    def _turn(self) -> _Segment:
+        """The segment whose turn it is, locked."""
+        segment = self._segments.pop(0) if len(self._segments) == SEGMENTS else _Segment(self.run)
+        if not segment.lock():
+            segment.close()
+            segment = _Segment(self.run)
+            segment.lock()
+        self._segments.append(segment)
+        return segment
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None:
+        while self._segments:
+            self._segments.pop().close()
+
+
+class SharedReceiver:
+    """Maps segments, read-only: to write into a received tensor ends the process."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, mmap.mmap] = {}  # kept, since mapping anew costs half a copy
+
+    def receive(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
+        return unpack(self._open(parcel), parcel.manifest)
+
+    def _open(self, parcel: Parcel) -> Tensor:
+        size = max([HEAD.size, *(entry.end for entry in parcel.manifest)])
+        with ExitStack() as lock:
+            try:
+                file = lock.enter_context(open(parcel.where, "rb"))
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                mapped = self._map(parcel, size)
+            except BlockingIOError:
+                raise WrongVersion(f"Version {parcel.version} is being overwritten by a newer one: fetch that.") from None
+            except (OSError, ValueError) as error:
+                raise BusError(f"Version {parcel.version} is gone: its sender was closed or has died ({error}).") from None
+            token, found = HEAD.unpack_from(mapped)
+            if (token, found) != (parcel.token, parcel.version):
+                raise WrongVersion(
+                    f"The parcel announces version {parcel.version}, its memory holds {found}: fetch the newest."
+                )
+            unlock = lock.pop_all()
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        return lend(address, size, lambda: (unlock.close(), mapped))
+
+    def _map(self, parcel: Parcel, size: int) -> mmap.mmap:
+        """The segment's memory. Its file is opened once more, for a map keeps it open, and a lock with it."""
+        mapped = self._maps.get(parcel.token)
+        if mapped is None or len(mapped) < size:
+            with open(parcel.where, "rb") as file:
+                mapped = self._maps[parcel.token] = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            while len(self._maps) > SEGMENTS:
+                del self._maps[next(iter(self._maps))]
+        return mapped
+
+    def close(self) -> None:
+        self._maps.clear()

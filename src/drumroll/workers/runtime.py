@@ -1,0 +1,121 @@
+"""The worker groups of a run, and what the loop asks of all of them at once. One file per runtime beside this one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+
+from drumroll.algorithms import Algorithm
+from drumroll.config import AnyConfig, RLConfig
+from drumroll.engines import Engine
+from drumroll.engines.router import Router
+from drumroll.learners import Learner
+from drumroll.processes.threads import CORES
+from drumroll.registry import search
+from drumroll.rewards import Pool
+from drumroll.rewards.judge_client import Judge
+from drumroll.rewards.model import RewardModel
+from drumroll.sample import Version
+from drumroll.workers.batch_builder import Desk
+from drumroll.workers.group import WorkerGroup
+
+
+class Workers(ABC):
+    """All roles of a run, the queues in front of its engines, and the tokenizer."""
+
+    actor: WorkerGroup[Learner]
+    rollout: WorkerGroup[Engine]
+    desk: WorkerGroup[Desk]
+    reference: WorkerGroup[Learner] | None = None
+    teacher: WorkerGroup[Learner] | None = None
+    critic: WorkerGroup[Learner] | None = None
+    router: Router
+    judge: Judge | None = None
+    reward_model: RewardModel | None = None
+    needs: Mapping[str, str]
+    tokenizer: Any
+
+    def __init__(self) -> None:
+        self.notify: Callable[[str], None] = lambda text: None  # what a person should know
+        self.struck: Counter[str] = Counter()  # deadlines of rewards, environments and programs, by their clock
+        self.closing: list[Callable[[], Coroutine[Any, Any, None]]] = []
+
+    def learners(self) -> dict[str, WorkerGroup[Learner]]:
+        """The roles that are trained, by the name of their part of a checkpoint."""
+        return {"": self.actor} if self.critic is None else {"": self.actor, "critic": self.critic}
+
+    @abstractmethod
+    async def publish(self, version: Version) -> None:
+        """Make the actor's weights those that the engines generate with, under a new version."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """End running updates before their next micro-batch; callable from any thread."""
+
+    def metrics(self) -> dict[str, float]:
+        """What was asked of the judge, and which deadlines passed, since the last call."""
+        struck = {f"rollout/deadlines/{clock}": float(count) for clock, count in sorted(self.struck.items()) if count}
+        self.struck.clear()
+        return struck | ({} if self.judge is None else self.judge.metrics())
+
+    @abstractmethod
+    async def memory(self) -> dict[str, float]:
+        """The peak memory of each role's processes since the last call, in GB."""
+
+    @asynccontextmanager
+    async def training(self) -> AsyncGenerator[None]:
+        """Within the block, devices that training shares with generation belong to training."""
+        yield
+
+    @abstractmethod
+    def open_pool(self, size: int) -> Pool:
+        """Processes for functions that may hang or crash."""
+
+    async def close(self) -> None:
+        """Free all roles."""
+        for close in self.closing:
+            await close()
+
+
+async def open_workers(config: AnyConfig) -> Workers:
+    """Start all roles on the config's runtime. From here on the user's modules can be imported."""
+    search(config.import_from)
+    if config.cluster.runtime == "ray":
+        from drumroll.workers.ray import open_remote
+
+        return await open_remote(config)
+    from drumroll.workers.local import LocalWorkers
+
+    return LocalWorkers(config)
+
+
+def open_algorithm(config: AnyConfig) -> Algorithm:
+    """The algorithm's parts. One update per batch needs no log-probs of the policy before it."""
+    if not isinstance(config, RLConfig):
+        from drumroll.config.algorithm import AlgorithmConfig
+
+        return Algorithm(AlgorithmConfig(), single_update=True)
+    samples = config.rollout.prompts * config.rollout.most_samples
+    single = config.optim.epochs == 1 and (config.optim.minibatch or samples) >= samples
+    stale = config.rollout.max_staleness > 0
+    return Algorithm(config.algorithm, single_update=single, longest=config.longest(), stale=stale)
+
+
+def context_length(config: AnyConfig) -> int:
+    """Tokens a row of the engine must hold: the longest prompt and the longest completion, or the longest episode."""
+    own = config.rollout.longest if isinstance(config, RLConfig) else config.eval_max_tokens
+    evaluations = [s.max_tokens or own for s in config.eval.sets.values()]
+    whole = config.longest_trace() if isinstance(config, RLConfig) else 0
+    return max(whole, config.data.max_prompt_tokens + max([own, *evaluations]))
+
+
+def configure_torch(config: AnyConfig, threads: int = 0) -> None:
+    """Threads and determinism of this process."""
+    CORES.configure(threads or config.threads, fixed=config.deterministic)
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.manual_seed(config.seed)
