@@ -133,7 +133,7 @@ async def controller_cost(in_flight: int) -> tuple[float, int]:
         groups = await task
         rollouts.publish(1)
         rollouts.trained(groups)
-        ledger.turn()
+        ledger.next_step()
         ledger.commit(1, None)
         spent = time.process_time() - began
         ledger.close()

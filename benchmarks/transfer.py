@@ -1,4 +1,4 @@
-"""How fast a batch moves between stages on a cluster: from the desk to a learner's rank, as a share of a memory copy.
+"""How fast a batch moves between stages on a cluster: from the builder to a learner's rank, as a share of a memory copy.
 
 python benchmarks/transfer.py
 """
@@ -47,7 +47,7 @@ def size(batch: Batch) -> int:
 
 
 class Maker:
-    """The desk's side."""
+    """The builder's side."""
 
     def make(self, tokens: int) -> Batch:
         """A new batch, left in the object store."""
@@ -71,7 +71,7 @@ async def main() -> None:
     runtime = RayRuntime(Pool.of([{Kind.CPU: 2}]), name="transfer")
     try:
         devices = runtime.pool.devices
-        desk: RayGroup[Maker] = RayGroup(runtime, Role.DESK, [Maker], [devices[:1]])
+        builder: RayGroup[Maker] = RayGroup(runtime, Role.BATCH_BUILDER, [Maker], [devices[:1]])
         rank: RayGroup[Reader] = RayGroup(runtime, Role.ACTOR, [Reader], [devices[1:]])
         batch = made(TOKENS)
         target = {n: torch.empty_like(v) for n, v in vars(batch).items() if isinstance(v, torch.Tensor)}
@@ -80,7 +80,7 @@ async def main() -> None:
             began = time.perf_counter()
             batch.tokens.sum(), batch.versions.sum(), batch.behaviour.sum()
             reads.append(time.perf_counter() - began)
-            reference = await desk.keep(0, Maker.make, TOKENS)
+            reference = await builder.keep(0, Maker.make, TOKENS)
             began = time.perf_counter()
             await rank.call(0, Reader.read, reference)
             moves.append(time.perf_counter() - began)

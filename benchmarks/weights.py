@@ -1,4 +1,4 @@
-"""What a weight update costs by each carrier of the weight bus, against a plain copy of the same bytes on the same machine.
+"""What a weight update costs by each transport of the weight bus, against a plain copy of the same bytes on the same machine.
 
 The weights are random, in the shapes of SmolLM2-135M in fp32 (538 MB). An update is timed from the learner's `send` until the
 engine, another process, has all tensors: by shared memory copied into its parameters, by broadcast received, as the peer's one
@@ -65,19 +65,19 @@ def raw_group(meeting: Meeting, rank: int) -> Any:
 
 
 def engine(calls: Connection, meeting: Meeting, peer: Meeting) -> None:
-    """The other process: receives a parcel and copies it into its parameters, or takes part in the peer's broadcast."""
+    """The other process: receives a manifest and copies it into its parameters, or takes part in the peer's broadcast."""
     torch.set_num_threads(1)
     parameters = {name: torch.zeros_like(tensor) for name, tensor in smollm2()}
     flat = torch.zeros(sum(p.numel() for p in parameters.values()))
     receivers: dict[str, Receiver] = {"shared": SharedReceiver(), "broadcast": BroadcastReceiver(meeting, 1)}
     group = raw_group(peer, 1)
     while (call := calls.recv()) is not None:
-        carrier, parcel, loaded = call
-        if carrier == "gloo":
+        transport, manifest, loaded = call
+        if transport == "gloo":
             group.broadcast(flat, 0).wait()
             received = zip(parameters, flat.split([p.numel() for p in parameters.values()]), strict=True)
         else:
-            received = receivers[carrier].receive(parcel)
+            received = receivers[transport].receive(manifest)
         for name, tensor in received:
             if loaded:
                 parameters[name].copy_(tensor.view_as(parameters[name]))
@@ -115,10 +115,10 @@ def between_processes() -> None:
     group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=300))
     versions = count()
 
-    def publish(carrier: str, *, loaded: bool = True) -> None:
-        calls.send((carrier, senders[carrier].send(next(versions), tensors.items()), loaded))
+    def publish(transport: str, *, loaded: bool = True) -> None:
+        calls.send((transport, senders[transport].send(next(versions), tensors.items()), loaded))
         calls.recv()
-        senders[carrier].wait()
+        senders[transport].wait()
 
     def gloo(*, loaded: bool = True) -> None:
         calls.send(("gloo", None, loaded))

@@ -81,10 +81,10 @@ def untimed() -> Callable[[Any], str]:
 @pytest.fixture
 def kill() -> Callable[..., Coroutine[Any, Any, None]]:
     """End a worker's process as the system does when memory runs out."""
-    from drumroll.workers.ray_workers import LearnerSeat
+    from drumroll.workers.ray_workers import LearnerWorker
 
     async def strike(group: Any, rank: int = 0) -> None:
-        os.kill(await group.call(rank, LearnerSeat.pid), signal.SIGKILL)
+        os.kill(await group.call(rank, LearnerWorker.pid), signal.SIGKILL)
 
     return strike
 
@@ -93,15 +93,15 @@ def kill() -> Callable[..., Coroutine[Any, Any, None]]:
 def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Coroutine[Any, Any, None]]], Any]:
     """Make a run's progress that strikes at its workers when step 1 is committed, and keeps what it hears."""
     from drumroll.observe.progress import Quiet
-    from drumroll.workers.ray import RemoteWorkers
+    from drumroll.workers.ray import RayWorkers
 
-    opened, start = [], RemoteWorkers.start
+    opened, start = [], RayWorkers.start
 
-    async def remember(self: RemoteWorkers) -> None:
+    async def remember(self: RayWorkers) -> None:
         await start(self)
         opened.append(self)
 
-    monkeypatch.setattr(RemoteWorkers, "start", remember)
+    monkeypatch.setattr(RayWorkers, "start", remember)
 
     class Killer(Quiet):
         def __init__(self, strike: Callable[[Any], Coroutine[Any, Any, None]]) -> None:

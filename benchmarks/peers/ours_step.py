@@ -26,7 +26,7 @@ from drumroll.sample import StopReason
 Metrics = Mapping[str, float]
 
 
-class Turns(Quiet):
+class Steps(Quiet):
     """A step waits for its job, and answers when it is committed."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def main(recipe: str, lengths: str, *overrides: str) -> None:
     """Train for as long as jobs come."""
     record(json.loads(lengths))
     with tempfile.TemporaryDirectory() as folder:
-        drumroll.train(recipe, [*overrides, f"output={folder}"], progress=Turns())
+        drumroll.train(recipe, [*overrides, f"output={folder}"], progress=Steps())
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing_extensions import override
 PROMPTS, SAMPLES, TOKENS = 8, 8, 64
 
 
-class Turns(TrainerCallback):
+class Steps(TrainerCallback):
     """A step waits for its job, and answers when it is done."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def main(path: str, variant: str, prompts: str, lengths: str) -> None:
             args=config,
             train_dataset=Dataset.from_list([{"prompt": row["prompt"], "domain": row.get("domain", "")} for row in rows]),
             processing_class=tokenizer,
-            callbacks=[Turns()],
+            callbacks=[Steps()],
             rollout_func=None if generates else saved(rows),
         )
         answer(ready=True)

@@ -223,7 +223,7 @@ class Checks(Verbs):
 
 @cli.group(cls=Checks, no_args_is_help=True)
 def check() -> None:
-    """Look for trouble before it costs time: `check machine`, `check recipe.yaml`, `check ENV`."""
+    """Look for problems before it costs time: `check machine`, `check recipe.yaml`, `check ENV`."""
 
 
 @check.command("recipe")
@@ -297,13 +297,13 @@ def rollout(target: str, overrides: tuple[str, ...], human: bool, seed: int, bat
         return
     from drumroll.api import rollout as collect
     from drumroll.observe.failures import by_cause
-    from drumroll.runfiles.rollouts import read_troubles
+    from drumroll.runfiles.rollouts import read_failures
 
     run, metrics = collect(target, overrides, batches=batches, overwrite=overwrite)
     for name, value in metrics.items():
         click.echo(f"{name:<40} {value:.4f}")
-    for trouble in by_cause(found for file in sorted((run.path / "rollouts").glob("*")) for found in read_troubles(file)):
-        click.echo(f"{trouble.count} samples, the first is {trouble.first}: {trouble.told()}")
+    for failure in by_cause(found for file in sorted((run.path / "rollouts").glob("*")) for found in read_failures(file)):
+        click.echo(f"{failure.count} samples, the first is {failure.first}: {failure.told()}")
     click.echo(f"rollouts {run.path / 'rollouts'}\nlook     drumroll run samples {run.path}")
 
 
@@ -395,11 +395,11 @@ def ledger(run_path: str, prompt: str | None, in_flight: bool, by: tuple[str, ..
     from drumroll.store.ledger import Ledger
     from drumroll.store.run import LEDGER, Run
 
-    books = Ledger(Run.open(run_path).path / LEDGER, read_only=True)
+    ledger = Ledger(Run.open(run_path).path / LEDGER, read_only=True)
     if prompt is not None:
-        tables = prompt_table(books, prompt)
+        tables = prompt_table(ledger, prompt)
     else:
-        tables = flight_table(books) if in_flight else summary_tables(books, by)
+        tables = flight_table(ledger) if in_flight else summary_tables(ledger, by)
     for table in tables:
         Console().print(table)
 

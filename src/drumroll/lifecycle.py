@@ -12,12 +12,12 @@ from typing import Protocol
 
 from drumroll.sample import Failure, Fate, Group, Sample, State
 
-Stage = State | Fate
+Phase = State | Fate
 
-ENDINGS: frozenset[Stage] = frozenset({Fate.FAILED, Fate.ABORTED, Fate.STALE, Fate.SUPERSEDED})
+ENDINGS: frozenset[Phase] = frozenset({Fate.FAILED, Fate.ABORTED, Fate.STALE, Fate.SUPERSEDED})
 """What can happen to a sample at any moment before it has its fate."""
 
-NEXT: dict[State, frozenset[Stage]] = {
+NEXT: dict[State, frozenset[Phase]] = {
     State.QUEUED: ENDINGS | {State.GENERATING, State.ACTING},
     State.GENERATING: ENDINGS | {State.ACTING, State.SCORING, State.QUEUED},
     State.ACTING: ENDINGS | {State.QUEUED, State.SCORING},
@@ -41,8 +41,8 @@ class Event:
 
     time: float
     sample: Sample
-    before: Stage
-    after: Stage
+    before: Phase
+    after: Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class DrawEvent:
 Listener = Callable[[Event | DrawEvent], None]
 
 
-def legal(before: Stage, after: Stage) -> bool:
+def legal(before: Phase, after: Phase) -> bool:
     """Whether a sample may go from one stage to another; a fate is final."""
     return isinstance(before, State) and after in NEXT[before]
 

@@ -122,7 +122,7 @@ class Session:
         self.step += 1
         self._committed = self._state()
         if self.ledger is not None:
-            self.ledger.turn()
+            self.ledger.next_step()
         config, last = self.config, self.step == self.config.steps
         metrics |= _speeds(metrics, self._stage_times)
         if samples:

@@ -27,7 +27,7 @@ from drumroll.rewards import Scorer
 from drumroll.rollout.evaluation import Evaluator, open_sets
 from drumroll.rollout.scheduler import Decode, Rollouts
 from drumroll.sample import Group, Version
-from drumroll.workers.batch_builder import Desk, Memory
+from drumroll.workers.batch_builder import BatchBuilder, Memory
 from drumroll.workers.group import WorkerGroup
 from drumroll.workers.runtime import Workers, context_length, open_workers
 
@@ -124,7 +124,7 @@ def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
 
 async def pack(workers: Workers, groups: Sequence[Group], oldest: Version = 0) -> Batch:
     """Groups as packed tensors."""
-    return await workers.desk.keep(0, Desk.pack, list(groups), oldest)
+    return await workers.batch_builder.keep(0, BatchBuilder.pack, list(groups), oldest)
 
 
 async def infer(workers: Workers, batch: Batch, temperature: float) -> Batch:
@@ -145,13 +145,13 @@ async def infer(workers: Workers, batch: Batch, temperature: float) -> Batch:
 
 
 async def _join(workers: Workers, batch: Batch, column: str, parts: Sequence[Tensor]) -> Batch:
-    return await workers.desk.keep(0, Desk.join, batch, column, *parts)
+    return await workers.batch_builder.keep(0, BatchBuilder.join, batch, column, *parts)
 
 
 async def advantages(workers: Workers, batch: Batch, memory: Memory) -> tuple[Batch, Metrics]:
     """Rewards become one advantage per trained token; what the algorithm's parts remember is updated."""
-    batch = await workers.desk.keep(0, Desk.advantages, batch, dict(memory))
-    metrics, after = await workers.desk.call(0, Desk.report)
+    batch = await workers.batch_builder.keep(0, BatchBuilder.advantages, batch, dict(memory))
+    metrics, after = await workers.batch_builder.call(0, BatchBuilder.report)
     memory.update(after)
     return batch, metrics
 
@@ -160,8 +160,8 @@ async def update(workers: Workers, batch: Batch, temperature: float, *, idle: bo
     """Train the critic, if there is one, and the actor on a batch; `idle` leaves the actor as it is."""
     metrics: Metrics = {}
     if workers.critic is not None:
-        metrics |= await train(workers.critic, await workers.desk.keep(0, Desk.critic_work, batch))
-    work = await workers.desk.keep(0, Desk.actor_work, batch, temperature, idle)
+        metrics |= await train(workers.critic, await workers.batch_builder.keep(0, BatchBuilder.critic_work, batch))
+    work = await workers.batch_builder.keep(0, BatchBuilder.actor_work, batch, temperature, idle)
     return metrics | await train(workers.actor, work)
 
 

@@ -13,7 +13,7 @@ from websockets.asyncio.client import connect
 
 import drumroll as package
 from drumroll.envs.check import examine
-from drumroll.envs.runner import Stage
+from drumroll.envs.runner import Runner
 from drumroll.sample import Owner
 
 SEEDS = "drumroll.data.seeds:seeds"
@@ -146,17 +146,17 @@ def test_the_servers_speak_as_recorded(servers, which):
 
 
 async def guess(use, texts, **args):
-    stage = Stage(use, args)
+    runner = Runner(use, args)
     try:
-        first = await stage.reset(7, {"top": 5, "odd": object()})
+        first = await runner.reset(7, {"top": 5, "odd": object()})
         steps = []
         for text in texts:
-            steps.append(await stage.step(text))
+            steps.append(await runner.step(text))
             if steps[-1].terminated:
                 break
         return first, steps
     finally:
-        stage.close()
+        runner.close()
         await asyncio.sleep(0.1)
 
 

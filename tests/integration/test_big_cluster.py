@@ -57,7 +57,7 @@ def test_a_machine_without_the_learner_is_lost_and_the_run_completes(small, mach
     listener = killer(strike)
     run = drumroll.train(
         small(
-            cluster={"runtime": "ray", "devices": 3, "kind": "cpu", "threads": 1, "bus": "broadcast"},
+            cluster={"runtime": "ray", "devices": 3, "kind": "cpu", "threads": 1, "weight_sync": "broadcast"},
             roles={"actor": {"devices": "0"}, "rollout": {"devices": "0-2"}},
             steps=6,
             threads=1,

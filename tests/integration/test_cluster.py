@@ -12,9 +12,9 @@ from test_reward_model import classifier
 import drumroll
 from drumroll.errors import ConfigError
 from drumroll.store.run import Run
-from drumroll.workers.ray import RemoteWorkers
+from drumroll.workers.ray import RayWorkers
 from drumroll.workers.ray_actors import RayGroup
-from drumroll.workers.ray_workers import EngineSeat, LearnerSeat
+from drumroll.workers.ray_workers import EngineWorker, LearnerWorker
 from drumroll.workers.server import WorkerLost
 
 
@@ -55,7 +55,7 @@ def test_two_engines_two_reward_processes_and_two_ranks_draw_the_same(small, min
     name = mine("def correct(completion, answer): return float(completion.strip() == str(answer))\n")
     same = {"reward": f"{name}:correct", "steps": 2, "rollout": {"reward_workers": 2}, "threads": 1, "optim": {"lr": 1e-4}}
     local = drumroll.train(small(name="local", **same))
-    cluster = ONE | {"devices": 2, "bus": "broadcast", "checksum": True}
+    cluster = ONE | {"devices": 2, "weight_sync": "broadcast", "checksum": True}
     remote = drumroll.train(small(name="remote", cluster=cluster, roles={"actor": {"devices": "0-1"}}, **same))
     first = [
         {s["id"]: s["traces"][0]["tokens"] for s in run.samples if s["step"] == 1 and s["kind"] == "train"}
@@ -116,7 +116,7 @@ def test_a_vllm_engine_is_replaced_and_leaves_nothing_behind(small, killer, vict
     cores = []
 
     async def strike(workers):
-        pid = await workers.rollout.call(0, LearnerSeat.pid)
+        pid = await workers.rollout.call(0, LearnerWorker.pid)
         cores.extend(child for child in descendants(pid) if "EngineCore" in Path(f"/proc/{child}/cmdline").read_text())
         for one in [pid] if victim == "process" else cores:
             os.kill(one, signal.SIGKILL)
@@ -149,10 +149,10 @@ def test_without_the_sync_they_would_not(small, monkeypatch):
     """The planted error: engines take each new version's name and keep the old weights."""
 
     async def name_only(self, version):
-        for rank in self._fleet.living():
-            await self._engines.call(rank, EngineSeat.set_version, version)
+        for rank in self._engine_pool.living():
+            await self._engines.call(rank, EngineWorker.set_version, version)
 
-    monkeypatch.setattr(RemoteWorkers, "publish", name_only)
+    monkeypatch.setattr(RayWorkers, "publish", name_only)
     run = drumroll.train(small(cluster=ONE, **SYNCED))
     assert [m["train/mismatch"] > 1e-2 for m in run.metrics[1:]] == [False, True, True]
 
@@ -202,7 +202,7 @@ def test_an_engine_killed_in_the_middle_of_a_broadcast_is_replaced(small, killer
 
     async def strike_when_armed(self, rank, method, *args, **kwargs):
         result = await call(self, rank, method, *args, **kwargs)
-        if method is LearnerSeat.send and listener.armed and not struck:
+        if method is LearnerWorker.send and listener.armed and not struck:
             struck.append(True)
             await kill(listener.armed[0].rollout, 1)
         return result
@@ -213,7 +213,7 @@ def test_an_engine_killed_in_the_middle_of_a_broadcast_is_replaced(small, killer
     listener = killer(arm)
     listener.armed = []
     monkeypatch.setattr(RayGroup, "call", strike_when_armed)
-    cluster = ONE | {"devices": 3, "bus": "broadcast"}
+    cluster = ONE | {"devices": 3, "weight_sync": "broadcast"}
     roles = {"actor": {"devices": "0"}, "rollout": {"devices": "1-2"}}
     run = drumroll.train(small(cluster=cluster, roles=roles, steps=4, threads=1, eval={"sets": {}}), progress=listener)
     assert struck
@@ -225,7 +225,7 @@ def test_an_engine_killed_in_the_middle_of_a_broadcast_is_replaced(small, killer
 @pytest.mark.slow
 def test_a_killed_judge_is_replaced_and_asked_again(small, killer, kill):
     async def strike(workers):
-        await kill(workers._fleets[1].group)
+        await kill(workers._engine_pools[1].group)
 
     listener = killer(strike)
     roles = {"judge": {"model": "tiny", "max_prompt_tokens": 128}}

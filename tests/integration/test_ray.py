@@ -287,12 +287,12 @@ def test_closing_a_group_closes_its_workers_and_ends_their_processes(runtime, pl
 
 def test_deadlines_of_functions_are_told_apart_and_counted(runtime, play, mine):
     from drumroll.processes.deadline import CpuTimeExceeded
-    from drumroll.workers.ray_workers import PoolSeat, RemotePool
+    from drumroll.workers.ray_workers import RewardPool, RewardWorker
 
     name = mine("import time\ndef loop():\n    while True: pass\ndef sleep(): time.sleep(1000)\ndef f(): return 1\n")
 
     async def use():
-        pool = RemotePool(RayGroup(runtime, Role.REWARD, [PoolSeat]), sys.path)
+        pool = RewardPool(RayGroup(runtime, Role.REWARD, [RewardWorker]), sys.path)
         with pytest.raises(CpuTimeExceeded, match=r"0\.3 s of CPU time"):
             await pool.call(f"{name}:loop", {}, 0.3, cpu=True)
         with pytest.raises(TimeoutError, match=r"^took longer than 0\.3 s$"):
@@ -369,7 +369,7 @@ def test_a_cancelled_call_is_cancelled_in_the_worker(group, play):
 
 def test_roles_on_one_device_share_its_gpu_and_others_do_not(runtime, group, play):
     layout = lay_out(POOL, [DeviceRequest("actor"), DeviceRequest("rollout", "0-1"), DeviceRequest("reference", "3")])
-    assert group.places == layout.replicas("actor")
+    assert group.device_sets == layout.replicas("actor")
 
     async def use():
         others = [start(runtime, len(devices), devices) for role, devices in layout.devices.items() if role != "actor"]

@@ -26,9 +26,9 @@ class Hearing(Quiet):
 
 def trained(path):
     """Draws trained on, by step."""
-    books = Ledger(path / "ledger.sqlite", read_only=True)
-    assert books.problems() == []
-    return books.db.execute("SELECT step, draw, prompt, domain FROM draws WHERE fate = 'trained' ORDER BY 1, 2").fetchall()
+    ledger = Ledger(path / "ledger.sqlite", read_only=True)
+    assert ledger.problems() == []
+    return ledger.db.execute("SELECT step, draw, prompt, domain FROM draws WHERE fate = 'trained' ORDER BY 1, 2").fetchall()
 
 
 def samples(path):

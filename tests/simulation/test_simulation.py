@@ -57,7 +57,7 @@ def broken_state(monkeypatch):
             "settled": [],
             "source": self.source.state(),
             "version": self.version,
-            "owed": self._places.owed,
+            "owed": self._admission.owed,
         },
     )
 
@@ -115,14 +115,14 @@ def broken_close(monkeypatch):
 
 def broken_mixture(monkeypatch):
     """Gives the first stream's places to the others."""
-    import drumroll.rollout.admission as places
+    from drumroll.rollout import admission
 
-    def crooked(count, shares, owed, round_=places._round):
+    def crooked(count, shares, owed, round_=admission._round):
         whole, due = round_(count, shares, owed)
         first, *others = whole
         return whole | ({first: whole[first] - 3, others[0]: whole[others[0]] + 3} if others and whole[first] > 3 else {}), due
 
-    monkeypatch.setattr(places, "_round", crooked)
+    monkeypatch.setattr(admission, "_round", crooked)
 
 
 PLANTED = [

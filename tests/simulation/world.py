@@ -231,7 +231,7 @@ class World:
                     assert self.trained[group.draw] == 1, f"draw {group.draw} was trained twice"
         rollouts, router = self.rollouts, self.router
         if rollouts is not None and router is not None:
-            assert rollouts._places.taken <= self.config.capacity, "more groups on their way than the capacity"
+            assert rollouts._admission.taken <= self.config.capacity, "more groups on their way than the capacity"
             for route in router.routes.values():
                 assert 0 <= route.running <= route.capacity
             for engine in self.engines.values():
@@ -331,7 +331,7 @@ class World:
                 rollouts.publish(version)
                 rollouts.trained(groups)
                 state = rollouts.state()
-                ledger.turn()
+                ledger.next_step()
                 await asyncio.sleep(self.work.train_time)  # evaluation and checkpoint: rollouts go on meanwhile
                 ledger.commit(version, Path(f"step-{version}"))
                 self.step, self.state = version, state

@@ -109,14 +109,14 @@ def replay(facts):
 
 async def play(name, seed, turns=50):
     """An episode by the environment's random player, by its solution, or by given turns: [observation, step, ...]."""
-    from drumroll.envs.runner import Stage
+    from drumroll.envs.runner import Runner
 
-    stage = Stage(f"gem:{name}", {})
-    record = [await stage.reset(seed, {})]
+    runner = Runner(f"gem:{name}", {})
+    record = [await runner.reset(seed, {})]
     for turn in range(turns) if isinstance(turns, int) else turns:
-        env = stage.environment
+        env = runner.environment
         text = turn if isinstance(turn, str) else env.env.solution() if name in SOLVERS else env.random_action()
-        step = await stage.step(text)
+        step = await runner.step(text)
         record.append([*step])
         if step.terminated or step.truncated:
             break
@@ -124,10 +124,10 @@ async def play(name, seed, turns=50):
 
 
 def games():
-    from drumroll.envs.runner import Stage
+    from drumroll.envs.runner import Runner
 
     try:
-        Stage(f"gem:{NUMBER[:-1]}", {})
+        Runner(f"gem:{NUMBER[:-1]}", {})
     except Exception as caught:
         error = str(caught)
     return {

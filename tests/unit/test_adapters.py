@@ -12,7 +12,7 @@ from gymnasium import spaces
 from drumroll.envs.adapters import ADAPTERS, adapter_of
 from drumroll.envs.builtin import make
 from drumroll.envs.check import episode, examine
-from drumroll.envs.runner import Stage, find, where
+from drumroll.envs.runner import Runner, find, where
 from drumroll.errors import ConfigError, MissingExtra
 
 ROOT = Path(__file__).parent.parent.parent
@@ -166,9 +166,9 @@ def test_what_no_text_can_tell_is_an_error():
     with pytest.raises(ConfigError, match="a Graph space cannot be told"):
         describe(spaces.Graph(spaces.Discrete(2), None))
     with pytest.raises(ConfigError, match="gymnasium:NoSuch-v0"):
-        Stage("gymnasium:NoSuch-v0", {})
+        Runner("gymnasium:NoSuch-v0", {})
     with pytest.raises(ConfigError, match="no text rendering"):
-        Stage("gymnasium:CartPole-v1", {"render": True})
+        Runner("gymnasium:CartPole-v1", {"render": True})
     with pytest.raises(ConfigError, match="the action 'jump' is not a whole number from 0 to 3"):
         play("gymnasium:FrozenLake-v1", actions={"jump": 7})
 
@@ -187,17 +187,17 @@ def test_reasoning_gym():
     _, (_, lost) = play(use, 5, turns=["<think><answer>0</answer></think> no"])
     assert (lost.reward, lost.terminated) == (0.0, True)
     with pytest.raises(ConfigError, match="is refused: its scorer gives 1 to any answer"):
-        Stage("reasoning_gym:game_of_life_halting", {})
+        Runner("reasoning_gym:game_of_life_halting", {})
     with pytest.raises(ConfigError, match="Did you mean 'chain_sum'"):
-        Stage("reasoning_gym:chain_sums", {})
+        Runner("reasoning_gym:chain_sums", {})
     with pytest.raises(ConfigError, match="does not take"):
         play(use, digits=1)
 
 
 def solve(use, seed):
-    stage = Stage(use, {})
-    asyncio.run(stage.reset(seed, {}))
-    return stage.environment.entry["answer"]
+    runner = Runner(use, {})
+    asyncio.run(runner.reset(seed, {}))
+    return runner.environment.entry["answer"]
 
 
 # --- textarena ---
@@ -245,9 +245,9 @@ def test_textarena_by_self_play():
 
 def test_textarena_errors():
     with pytest.raises(ConfigError, match="Did you mean 'TicTacToe-v0'"):
-        Stage("textarena:TicTacTo-v0", {})
+        Runner("textarena:TicTacTo-v0", {})
     with pytest.raises(ConfigError, match="opponent 'best' does not exist"):
-        Stage("textarena:TicTacToe-v0", {"opponent": "best"})
+        Runner("textarena:TicTacToe-v0", {"opponent": "best"})
     with pytest.raises(ConfigError, match="has 2 players; seat 2"):
         play("textarena:TicTacToe-v0", seat=2)
     with pytest.raises(ConfigError, match="cannot begin: The number of players has to be 2"):

@@ -20,7 +20,7 @@ from drumroll.data.scan import scan
 from drumroll.data.source import PromptSource, no_columns
 from drumroll.errors import DataError
 from drumroll.models import tiny
-from drumroll.rollout.admission import Places
+from drumroll.rollout.admission import Admission
 from drumroll.sample import Owner
 
 RENDERER = Renderer(tiny.tokenizer())
@@ -194,9 +194,9 @@ def test_chat_rows_give_their_last_turn_as_completion(tmp_path):
 @given(st.lists(st.floats(0.02, 1), min_size=1, max_size=6), st.lists(st.integers(1, 40), min_size=1, max_size=30))
 def test_every_batch_has_each_streams_share_to_within_one(weights, batches):
     shares = {str(i): w for i, w in enumerate(weights)}
-    places, total, seen = Places(64, shares), sum(weights), Counter()
+    admission, total, seen = Admission(64, shares), sum(weights), Counter()
     for count in batches:
-        quotas = places.quotas(count)
+        quotas = admission.quotas(count)
         assert sum(quotas.values()) == count
         assert all(abs(quotas[s] - count * shares[s] / total) <= 1 + 1e-6 for s in shares)
         seen.update(quotas)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drumroll.engines import sampler
 from drumroll.models import kernels
-from drumroll.models.attention import Decode, KVCache, Places, Reads
+from drumroll.models.attention import Decode, KVCache, PageSlots, Reads
 
 needs_compiler = pytest.mark.skipif(kernels.library(torch.float32) is None, reason="no C compiler here")
 
@@ -38,7 +38,7 @@ def world(seed, rows, heads, group, dim, size, dtype):
         store.copy_(torch.randn(store.shape, generator=generator))
     q, k, v = (torch.randn(n, rows, dim, generator=generator).to(dtype).transpose(0, 1) for n in (heads * group, heads, heads))
     columns = [np.array(column, np.int64) for column in zip(*reads, strict=True)]
-    places = Places([p for p, _ in at], [o for _, o in at], "cpu")
+    places = PageSlots([p for p, _ in at], [o for _, o in at], "cpu")
     return Decode(cache, places, torch.from_numpy(lengths - 1), Reads(*columns)), q, k, v
 
 
@@ -81,7 +81,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_threads():
     picked = Reads(
         *(x[own] for x in (layout.reads.pages, np.zeros_like(layout.reads.rows), layout.reads.counts, layout.reads.starts))
     )
-    place = Places([int(layout.at.pages[4])], [int(layout.at.offsets[4])], "cpu")
+    place = PageSlots([int(layout.at.pages[4])], [int(layout.at.offsets[4])], "cpu")
     alone = Decode(layout.cache, place, layout.positions[4:5], picked)
     assert torch.equal(alone.attend(0, q[4:5], k[4:5], v[4:5], 0.1, None), whole[4:5])
 

@@ -44,7 +44,7 @@ for step in (1, 2):
     asyncio.run(run.checkpoints.save(step, write, {"note": step}))
     run.checkpoints.mark_best(step, step / 10)
     ledger(DrawEvent(0.0, Group(prompt, step, [sample]), Fate.TRAINED, ""))
-    ledger.turn()
+    ledger.next_step()
     ledger.commit(step, run.checkpoints.path(step))
 os._exit(9)  # nothing is closed, nothing is written back
 """

@@ -15,7 +15,7 @@ from test_episodes import played
 from drumroll.data.conversation import Conversation
 from drumroll.envs.adapters.calls import Call, Unreadable, calls_in, written
 from drumroll.envs.adapters.schema import BadCall, Tool
-from drumroll.envs.runner import Stage
+from drumroll.envs.runner import Runner
 from drumroll.errors import ConfigError
 from drumroll.sample import Scene, StopReason
 
@@ -182,7 +182,7 @@ def test_functions_pass_the_check():
     notes = passes(FUNCTIONS, prompt="Add.")
     assert notes["seeds matter"] == "its rows decide how an episode begins"
     with pytest.raises(ConfigError, match=r"has no 'ad'.* Did you mean 'add'"):
-        Stage("tools:toy_tools:ad", {})
+        Runner("tools:toy_tools:ad", {})
 
 
 # --- TRL's environment classes ---

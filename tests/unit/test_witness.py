@@ -181,12 +181,12 @@ def without_cap(plain):
 @pytest.mark.parametrize(
     ("family", "owner", "name", "mistake"),
     [
-        ("Mistral", prefix_tree.Paths, "attend", ignore_window),
-        ("Mistral", prefix_tree.Paths, "attend", next_window),
-        ("Gemma 3", prefix_tree.Paths, "attend", ignore_window),
-        ("Gemma 3", prefix_tree.Paths, "attend", ignore_scale),
+        ("Mistral", prefix_tree.PrefixTree, "attend", ignore_window),
+        ("Mistral", prefix_tree.PrefixTree, "attend", next_window),
+        ("Gemma 3", prefix_tree.PrefixTree, "attend", ignore_window),
+        ("Gemma 3", prefix_tree.PrefixTree, "attend", ignore_scale),
         ("Llama", prefix_tree, "_repeat_heads", other_heads),
-        ("Llama", prefix_tree.Paths, "positions", from_zero),
+        ("Llama", prefix_tree.PrefixTree, "positions", from_zero),
         ("Gemma 2 without a soft cap", witness, "score", without_cap),
     ],
 )

@@ -17,7 +17,7 @@ from drumroll.data.rows import is_function, is_local, read
 from drumroll.data.scan import scan
 from drumroll.data.source import RequiredColumns, RowCheck, no_columns
 from drumroll.data.split import Row
-from drumroll.envs.runner import Stage, agent_path, exists
+from drumroll.envs.runner import Runner, agent_path, exists
 from drumroll.envs.runner import find as find_environment
 from drumroll.errors import ConfigError, DataError, DrumrollError, HubError, ModelError, user_frames
 from drumroll.models.loading import find as find_model
@@ -114,8 +114,8 @@ def _episode(renderer: Renderer | None, scene: Scene, row: Row) -> str:
     if not exists(scene.use):
         return f"(what the environment {scene.use} shows first)"
     try:
-        with closing(Stage(scene.use, scene.args)) as stage:
-            first = asyncio.run(stage.reset(0, row))
+        with closing(Runner(scene.use, scene.args)) as runner:
+            first = asyncio.run(runner.reset(0, row))
     except DrumrollError:
         raise
     except Exception as error:

@@ -32,7 +32,7 @@ class ClusterConfig(Section):
     """Seconds that ranks of a role wait for each other in an update: more than the slowest rank needs longer than the quickest for a minibatch."""
     replace_engines: bool = True
     """Start a new engine in place of one that is lost."""
-    bus: Literal["auto", "shared", "broadcast"] = "auto"
+    weight_sync: Literal["auto", "shared", "broadcast"] = "auto"
     """How weights reach the engines: shared memory on one machine, or buckets broadcast over the network."""
     checksum: bool = False
     """Check the bytes of published weights on arrival; costs some speed."""

@@ -1,6 +1,6 @@
 """The embedded engine: continuous batching in plain PyTorch on the Hugging Face module itself.
 
-A thread, which lives while there is work, seats waiting requests, computes a bounded number of prompt tokens, decodes one
+A thread, which lives while there is work, admits waiting requests, computes a bounded number of prompt tokens, decodes one
 token for all rows that are ready, and hands out what has ended. It never waits for a batch to be full. Keys and values
 lie in pages (`pages.py`): what several requests have in common is computed and kept once.
 
@@ -32,7 +32,7 @@ from drumroll.engines import Completion, EngineLost, Request
 from drumroll.engines.pages import Chain, FixedPages, Pages
 from drumroll.engines.sampler import Restriction, choose, keyed_uniform
 from drumroll.errors import ConfigError
-from drumroll.models.attention import Decode, KVCache, Places, Prefill, Reads
+from drumroll.models.attention import Decode, KVCache, PageSlots, Prefill, Reads
 from drumroll.models.loading import LoadedModel, kv_shapes
 from drumroll.models.packing import PackedLinears, quicken_norms
 from drumroll.processes.threads import CORES, LINGER
@@ -354,7 +354,7 @@ class NativeEngine:
         return free + list(range(len(self._rows), self.slots))
 
     def _admit(self) -> None:
-        """Seat waiting requests while slots are free."""
+        """Admit waiting requests while slots are free."""
         if self.fixed_shape:
             self._rows += [None] * (self.slots - len(self._rows))
         else:
@@ -430,9 +430,9 @@ class NativeEngine:
         chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
         layout = Prefill(
             self._cache,
-            self._places([p for c in chunks for p in c.places[0]], [o for c in chunks for o in c.places[1]]),
+            self._page_slots([p for c in chunks for p in c.places[0]], [o for c in chunks for o in c.places[1]]),
             [len(c.tokens) for c in chunks if c.start == 0],
-            [(len(c.tokens), self._places(*c.row.chain.places())) for c in chunks if c.start > 0],
+            [(len(c.tokens), self._page_slots(*c.row.chain.places())) for c in chunks if c.start > 0],
         )
         tokens = torch.tensor([t for c in chunks for t in c.tokens], device=self.device)
         self.prefilled += len(tokens)
@@ -457,10 +457,10 @@ class NativeEngine:
             return
         places = self._pages.extend(row.chain, row.tokens())
         assert places is not None
-        self._cache.copy(self._places(*leader.chain.places()), self._places(*places))
+        self._cache.copy(self._page_slots(*leader.chain.places()), self._page_slots(*places))
 
-    def _places(self, pages: list[int], offsets: list[int]) -> Places:
-        return Places(pages, offsets, self.device)
+    def _page_slots(self, pages: list[int], offsets: list[int]) -> PageSlots:
+        return PageSlots(pages, offsets, self.device)
 
     def _decode(self) -> None:
         """One token for every row that lacks only its last."""
@@ -471,18 +471,18 @@ class NativeEngine:
         rows = [row for row in self._rows if row is not None and row.arrival in ready]
         if not rows:
             return
-        seats: Sequence[_Row | None] = self._rows if self.fixed_shape else rows
-        live = [i for i, row in enumerate(seats) if row is not None]
-        tokens, positions = np.zeros(len(seats), np.int64), np.zeros(len(seats), np.int64)
+        slots: Sequence[_Row | None] = self._rows if self.fixed_shape else rows
+        live = [i for i, row in enumerate(slots) if row is not None]
+        tokens, positions = np.zeros(len(slots), np.int64), np.zeros(len(slots), np.int64)
         unused = self._pages.per_slot if isinstance(self._pages, FixedPages) else 0
-        at = [(i * unused, 0) for i in range(len(seats))]
+        at = [(i * unused, 0) for i in range(len(slots))]
         for i, row in zip(live, rows, strict=True):
             tokens[i], positions[i], at[i] = row.last_token, row.length - 1, ready[row.arrival]
         reads = _reads(live, [row.chain for row in rows])
         where = torch.from_numpy(positions).to(self.device)
-        layout = Decode(self._cache, self._places(*map(list, zip(*at, strict=True))), where, reads, whole=self.fixed_shape)
+        layout = Decode(self._cache, self._page_slots(*map(list, zip(*at, strict=True))), where, reads, whole=self.fixed_shape)
         logits = self._forward(torch.from_numpy(tokens).to(self.device), where, layout, None)
-        self._append(rows, logits if len(live) == len(seats) else logits[live])
+        self._append(rows, logits if len(live) == len(slots) else logits[live])
 
     def _forward(self, tokens: Tensor, positions: Tensor, layout: Prefill | Decode, keep: Tensor | None) -> Tensor:
         kept: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
@@ -553,11 +553,11 @@ def _not_finite(row: _Row, logprob: float) -> FloatingPointError:
     )
 
 
-def _reads(seats: list[int], chains: list[Chain]) -> Reads:
+def _reads(slots: list[int], chains: list[Chain]) -> Reads:
     def flat(parts: Iterable[list[int]]) -> NDArray[np.int64]:
         return np.fromiter(itertools.chain.from_iterable(parts), np.int64)
 
-    rows = np.repeat(np.array(seats, np.int64), [len(chain.ids) for chain in chains])
+    rows = np.repeat(np.array(slots, np.int64), [len(chain.ids) for chain in chains])
     ids, counts, starts = (flat(getattr(chain, name) for chain in chains) for name in ("ids", "counts", "starts"))
     return Reads(ids, rows, counts, starts)
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drumroll.envs import Observation, Step
-from drumroll.envs.runner import Stage, where
+from drumroll.envs.runner import Runner, where
 from drumroll.processes.pool import KillablePool, RemoteError, WorkerDied
 
 SEEDS = 20
@@ -91,7 +91,7 @@ async def _inspect(use: str, args: dict[str, Any], seconds: float) -> list[tuple
 async def _seeds(use: str, args: dict[str, Any], first: Record) -> tuple[str, bool | None, str]:
     """Whether another seed begins differently or, with the same turns, goes on differently."""
     name, turns, seeds = "seeds matter", [text for text, _ in first[1:]], range(1, 6)
-    if getattr(Stage(use, args).environment, "from_rows", False):
+    if getattr(Runner(use, args).environment, "from_rows", False):
         return name, None, "its rows decide how an episode begins"
     others = [await episode(use, args, seed, turns) for seed in seeds]
     begin = sum(other[0] != first[0] for other in others)
@@ -105,23 +105,23 @@ async def episode(
     use: str, args: dict[str, Any], seed: int, turns: list[str] | None = None, row: dict[str, Any] | None = None
 ) -> Record:
     """An episode by given turns, else by its own random player, else by numbers; [(observation,), (text, step), ...]."""
-    stage = Stage(use, args)
+    runner = Runner(use, args)
     try:
-        record: Record = [(await stage.reset(seed, row or {}),)]
-        choose = _chooser(stage, "random_action")
+        record: Record = [(await runner.reset(seed, row or {}),)]
+        choose = _chooser(runner, "random_action")
         for turn in range(LONGEST if turns is None else len(turns)):
             text = turns[turn] if turns is not None else choose() if choose else str(turn % 4)
-            step = await stage.step(text)
+            step = await runner.step(text)
             record.append((text, step))
             if step.terminated or step.truncated:
                 break
         return record
     finally:
-        stage.close()
+        runner.close()
 
 
-def _chooser(stage: Stage, name: str) -> Callable[[], str] | None:
-    return getattr(stage.environment, name, None)
+def _chooser(runner: Runner, name: str) -> Callable[[], str] | None:
+    return getattr(runner.environment, name, None)
 
 
 def _same(name: str, first: Record, again: Record) -> tuple[str, bool, str]:
@@ -136,17 +136,17 @@ def _short(answer: Observation | Step) -> str:
 
 
 async def _odd_turns(use: str, args: dict[str, Any]) -> tuple[str, bool, str]:
-    stage = Stage(use, args)
+    runner = Runner(use, args)
     try:
-        await stage.reset(0, {})
+        await runner.reset(0, {})
         for text in MALFORMED:
-            step = await stage.step(text)
+            step = await runner.step(text)
             if step.terminated or step.truncated:
                 return "bears malformed turns", True, "they end the episode"
     except Exception as error:
         return "bears malformed turns", False, f"{type(error).__name__}: {error}"
     finally:
-        stage.close()
+        runner.close()
     return "bears malformed turns", True, "they are answered"
 
 
@@ -154,15 +154,15 @@ async def _policy(use: str, args: dict[str, Any], name: str, until: float) -> li
     """How well its own oracle or random player does, where it has one."""
     total, wins, played = 0.0, 0, 0
     for seed in range(SEEDS):
-        stage = Stage(use, args)
+        runner = Runner(use, args)
         try:
-            await stage.reset(seed, {})
-            choose = _chooser(stage, name)
+            await runner.reset(seed, {})
+            choose = _chooser(runner, name)
             if choose is None or time.perf_counter() > until:
                 break
             played += 1
             for _ in range(LONGEST):
-                step = await stage.step(choose())
+                step = await runner.step(choose())
                 total += step.reward
                 if step.terminated or step.truncated:
                     wins += bool(step.info.get("success"))
@@ -170,7 +170,7 @@ async def _policy(use: str, args: dict[str, Any], name: str, until: float) -> li
         except Exception as error:
             return [(name, False, f"seed {seed}: {type(error).__name__}: {error}")]
         finally:
-            stage.close()
+            runner.close()
     if not played:
         return [(name, None, "it has none")]
     note = f"success {wins / played:.2f}, mean reward {total / played:.3g} over {played} seeds"
@@ -181,19 +181,19 @@ async def _speed(use: str, args: dict[str, Any], seconds: float = 0.5) -> tuple[
     resets = steps = 0
     reset_time = step_time = 0.0
     while reset_time + step_time < seconds:
-        stage = Stage(use, args)
+        runner = Runner(use, args)
         began = time.perf_counter()
-        await stage.reset(resets, {})
-        choose = _chooser(stage, "random_action")
+        await runner.reset(resets, {})
+        choose = _chooser(runner, "random_action")
         reset_time, resets = reset_time + time.perf_counter() - began, resets + 1
         for turn in range(20):
             text = choose() if choose else str(turn % 4)
             began = time.perf_counter()
-            step = await stage.step(text)
+            step = await runner.step(text)
             step_time, steps = step_time + time.perf_counter() - began, steps + 1
             if step.terminated or step.truncated:
                 break
-        stage.close()
+        runner.close()
     return "speed", None, f"reset {1e3 * reset_time / resets:.3g} ms, step {1e3 * step_time / max(1, steps):.3g} ms"
 
 

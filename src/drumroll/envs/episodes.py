@@ -18,7 +18,7 @@ from drumroll.data.conversation import Conversation, check_template
 from drumroll.data.render import Renderer
 from drumroll.engines import Sampling
 from drumroll.envs import Observation, Step
-from drumroll.envs.executors import Place, Places
+from drumroll.envs.executors import Executor, Executors
 from drumroll.envs.runner import agent_path, find
 from drumroll.errors import being_cancelled, user_frames
 from drumroll.lifecycle import Episode as Playing
@@ -57,7 +57,7 @@ class Episodes:
         self.renderer = renderer
         self.decode = decode
         self.context = context
-        self.places = Places(config, open_pool)
+        self.executors = Executors(config, open_pool)
         self._stable: set[tuple[bool | None, str | None]] = set()
         self._open_agents = open_agents
         self._notify = notify
@@ -81,7 +81,7 @@ class Episodes:
         if self.config.mode == "trajectory" and (scene.chat, scene.system) not in self._stable:
             check_template(self.renderer, chat=scene.chat, system=scene.system)
             self._stable.add((scene.chat, scene.system))
-        return Episode(self, sample, scene, seed, self.places.open(scene))
+        return Episode(self, sample, scene, seed, self.executors.open(scene))
 
     @property
     def agents(self) -> Agents:
@@ -99,7 +99,7 @@ class Episodes:
 
     async def close(self) -> None:
         """End all processes."""
-        await self.places.close()
+        await self.executors.close()
         if self._agents is not None:
             await self._agents.close()
 
@@ -107,7 +107,7 @@ class Episodes:
 class Episode:
     """One sample's way through its environment."""
 
-    def __init__(self, episodes: Episodes, sample: Sample, scene: Scene, seed: int, place: Place) -> None:
+    def __init__(self, episodes: Episodes, sample: Sample, scene: Scene, seed: int, executor: Executor) -> None:
         self.episodes = episodes
         self.config = episodes.config
         self.context = episodes.context
@@ -116,7 +116,7 @@ class Episode:
         self.sample = sample
         self.scene = scene
         self.seed = seed
-        self.place = place
+        self.executor = executor
         self._conversation: Conversation | None = None
         self._written = 0  # tokens of the last trace before the policy's turn
         self._state = ""
@@ -127,7 +127,7 @@ class Episode:
         config, scene = self.config, self.scene
         self.sample.traces, self.sample.turns, self.sample.notes, self.sample.success = [], [], [], None
         first = await self._guard(
-            "reset", config.reset_timeout, self.place.reset(self.seed, self.sample.prompt.columns, config.reset_timeout)
+            "reset", config.reset_timeout, self.executor.reset(self.seed, self.sample.prompt.columns, config.reset_timeout)
         )
         self._state = digest(first)
         self._conversation = Conversation(self.renderer, first, chat=scene.chat, system=scene.system)
@@ -143,7 +143,7 @@ class Episode:
         if sample.stop is StopReason.CONTEXT:
             return self._end(StopReason.CONTEXT, text)
         limit = self.config.step_timeout
-        step = await self._guard("step", limit, self.place.step(text, limit))
+        step = await self._guard("step", limit, self.executor.step(text, limit))
         self._reward(turn, step)
         ending = self._ending(step)
         if ending is not None:
@@ -154,11 +154,11 @@ class Episode:
     def close(self) -> None:
         """Free what the episode held; a fault in that is nobody's loss any more."""
         with suppress(Exception):
-            self.place.close()
+            self.executor.close()
 
-    async def _guard(self, deed: str, seconds: float, answer: Awaitable[T]) -> T:
+    async def _guard(self, action: str, seconds: float, answer: Awaitable[T]) -> T:
         """What an environment does wrong is its episode's failure."""
-        boundary = f"environment '{self.scene.use}', {deed}"
+        boundary = f"environment '{self.scene.use}', {action}"
         try:
             got = await answer
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -170,9 +170,9 @@ class Episode:
             if isinstance(error, TimeoutError):
                 self.episodes.report_late(self.sample, failure)
             raise SampleFailed(failure) from None
-        if self.place.printed and not self._printed:
+        if self.executor.printed and not self._printed:
             self._printed = True
-            self.sample.notes.append(Failure("Printed", boundary, f"{self.place.printed.strip()!r:.80} on standard output"))
+            self.sample.notes.append(Failure("Printed", boundary, f"{self.executor.printed.strip()!r:.80} on standard output"))
         return got
 
     def _reward(self, turn: Turn, step: Step) -> None:

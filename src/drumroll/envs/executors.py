@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.envs import Observation, Step
-from drumroll.envs.runner import Stage, check_observation, check_step, where
+from drumroll.envs.runner import Runner, check_observation, check_step, where
 from drumroll.processes.loops import Loop
 from drumroll.processes.pool import RemoteError, WorkerDied
 from drumroll.rewards import Pool
@@ -29,7 +29,7 @@ GROWN = ("MemoryError", "TooMuchMemory")
 T = TypeVar("T")
 
 
-class Place(Protocol):
+class Executor(Protocol):
     """One episode, wherever it runs. `printed` is what its last call wrote to standard output, where that is caught."""
 
     printed: str
@@ -46,21 +46,21 @@ class Inline:
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        self.stage: Stage | None = None
+        self.runner: Runner | None = None
 
     async def reset(self, seed: int, row: Mapping[str, Any], seconds: float) -> Observation:
         async with asyncio.timeout(seconds):
-            self.stage = Stage(self.scene.use, self.scene.args)
-            return await self.stage.reset(seed, row)
+            self.runner = Runner(self.scene.use, self.scene.args)
+            return await self.runner.reset(seed, row)
 
     async def step(self, text: str, seconds: float) -> Step:
-        assert self.stage is not None
+        assert self.runner is not None
         async with asyncio.timeout(seconds):
-            return await self.stage.step(text)
+            return await self.runner.step(text)
 
     def close(self) -> None:
-        if self.stage is not None:
-            self.stage.close()
+        if self.runner is not None:
+            self.runner.close()
 
 
 class Threaded(Inline):
@@ -73,18 +73,18 @@ class Threaded(Inline):
     @override
     async def reset(self, seed: int, row: Mapping[str, Any], seconds: float) -> Observation:
         def begin() -> Observation:
-            self.stage = Stage(self.scene.use, self.scene.args)
-            return asyncio.run(self.stage.reset(seed, row))
+            self.runner = Runner(self.scene.use, self.scene.args)
+            return asyncio.run(self.runner.reset(seed, row))
 
         async with self.gate:
             return await in_thread(begin, seconds)
 
     @override
     async def step(self, text: str, seconds: float) -> Step:
-        stage = self.stage
-        assert stage is not None
+        runner = self.runner
+        assert runner is not None
         async with self.gate:
-            return await in_thread(lambda: asyncio.run(stage.step(text)), seconds)
+            return await in_thread(lambda: asyncio.run(runner.step(text)), seconds)
 
 
 class Looped(Inline):
@@ -131,7 +131,7 @@ async def in_thread(function: Callable[[], T], seconds: float | None) -> T:
         return await future
 
 
-class Seat:
+class EnvironmentProcess:
     """One process. It plays many episodes, a call at a time; one call that hangs or crashes costs its own episode only."""
 
     def __init__(self, pool: Pool, memory_gb: float) -> None:
@@ -182,10 +182,10 @@ class Seat:
 class Played:
     """In a process of its own."""
 
-    def __init__(self, scene: Scene, name: str, seat: Seat, reset_seconds: float) -> None:
+    def __init__(self, scene: Scene, name: str, process: EnvironmentProcess, reset_seconds: float) -> None:
         self.scene = scene
         self.name = name
-        self.seat = seat
+        self.process = process
         self.reset_seconds = reset_seconds
         self.seed = 0
         self.row: Mapping[str, Any] = {}
@@ -193,7 +193,7 @@ class Played:
         self.life: int | None = None
         self.printed = ""
         self.closed = False
-        seat.episodes += 1
+        process.episodes += 1
 
     async def reset(self, seed: int, row: Mapping[str, Any], seconds: float) -> Observation:
         self.seed, self.row = seed, row
@@ -205,35 +205,35 @@ class Played:
 
     async def _call(self, seconds: float) -> Any:
         """A call that its sample gives up on runs to its end: killing the process would cost its neighbours time."""
-        call = asyncio.ensure_future(self.seat.call(self, seconds, self.reset_seconds + len(self.turns) * seconds))
-        self.seat.calls.add(call)
+        call = asyncio.ensure_future(self.process.call(self, seconds, self.reset_seconds + len(self.turns) * seconds))
+        self.process.calls.add(call)
         call.add_done_callback(self._done)
         return await asyncio.shield(call)
 
     def _done(self, call: asyncio.Future[Any]) -> None:
-        self.seat.calls.discard(call)
+        self.process.calls.discard(call)
         if not call.cancelled():
             call.exception()  # whoever gave the sample up does not ask for it
 
     def close(self) -> None:
         self.closed = True
-        self.seat.episodes -= 1
-        self.seat.over.append(self.name)
+        self.process.episodes -= 1
+        self.process.over.append(self.name)
 
 
-class Places:
+class Executors:
     """Gives every episode its place."""
 
     def __init__(self, config: EnvironmentConfig, open_pool: Callable[[int], Pool]) -> None:
         self.config = config
         self._open_pool = open_pool
-        self._seats: list[Seat] = []
+        self._processes: list[EnvironmentProcess] = []
         self._gate = asyncio.Semaphore(THREADS)
         self._loop = Loop("environments")
         self._count = 0
         self._where: dict[str, str] = {}
 
-    def open(self, scene: Scene) -> Place:
+    def open(self, scene: Scene) -> Executor:
         """A place for one episode; in processes, where the fewest are."""
         kind = self._where.get(scene.use) or where(scene.use)
         self._where[scene.use] = kind
@@ -243,14 +243,16 @@ class Places:
             return Threaded(scene, self._gate)
         if kind == "loop":
             return Looped(scene, self._loop)
-        if not self._seats:
-            self._seats = [Seat(self._open_pool(1), self.config.memory_gb) for _ in range(self.config.workers)]
+        if not self._processes:
+            self._processes = [
+                EnvironmentProcess(self._open_pool(1), self.config.memory_gb) for _ in range(self.config.workers)
+            ]
         self._count += 1
-        seat = min(self._seats, key=lambda seat: seat.episodes)
-        return Played(scene, f"{self._count}", seat, self.config.reset_timeout)
+        process = min(self._processes, key=lambda process: process.episodes)
+        return Played(scene, f"{self._count}", process, self.config.reset_timeout)
 
     async def close(self) -> None:
         """End all processes."""
         await self._loop.close()
-        for seat in self._seats:
-            await seat.close()
+        for process in self._processes:
+            await process.close()

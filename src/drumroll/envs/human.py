@@ -8,21 +8,21 @@ from typing import Any
 import click
 
 from drumroll.envs import Observation
-from drumroll.envs.runner import Stage
+from drumroll.envs.runner import Runner
 
 
 async def play(use: str, args: Mapping[str, Any], seed: int, row: Mapping[str, Any] | None = None) -> float:
     """One episode by hand; returns what it earned. An empty line is an empty turn; Ctrl-D ends it."""
-    stage = Stage(use, args)
+    runner = Runner(use, args)
     total, turns = 0.0, 0
-    show(await stage.reset(seed, row or {}))
+    show(await runner.reset(seed, row or {}))
     try:
         while True:
             try:
                 text = input("> ")
             except EOFError:
                 break
-            step = await stage.step(text)
+            step = await runner.step(text)
             turns, total = turns + 1, total + step.reward
             show(step.observation)
             facts = [f"{name} {value}" for name, value in step.info.items() if name != "state"]
@@ -31,7 +31,7 @@ async def play(use: str, args: Mapping[str, Any], seed: int, row: Mapping[str, A
                 click.echo("the episode is over")
                 break
     finally:
-        stage.close()
+        runner.close()
     return total
 
 

@@ -64,7 +64,7 @@ def where(use: str) -> str:
     return own or ("loop" if inspect.iscoroutinefunction(getattr(make, "step", None)) else "process")
 
 
-class Stage:
+class Runner:
     """One episode of an environment, each answer checked."""
 
     def __init__(self, use: str, args: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ def check_step(use: str, value: Any) -> Step:
 
 # --- in a process of its own ---
 
-_stages: dict[str, tuple[Stage, int]] = {}
+_runners: dict[str, tuple[Runner, int]] = {}
 _loop: list[asyncio.AbstractEventLoop] = []
 PRINTED = 200
 """Characters kept of what a call prints."""
@@ -158,7 +158,7 @@ def play(
     """
     for gone in over:
         with suppress(Exception):
-            _stages.pop(gone)[0].close()
+            _runners.pop(gone)[0].close()
     if not _loop:
         _loop.append(asyncio.new_event_loop())
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -187,16 +187,16 @@ def leave() -> None:
 async def _play(
     episode: str, use: str, args: dict[str, Any], seed: int, row: dict[str, Any], turns: Sequence[str]
 ) -> Observation | Step:
-    known = _stages.pop(episode, None)  # what raises is not kept
+    known = _runners.pop(episode, None)  # what raises is not kept
     played = known is not None and known[1] == len(turns) - 1
-    stage = known[0] if known is not None and played else Stage(use, args)
+    runner = known[0] if known is not None and played else Runner(use, args)
     try:
-        answer: Observation | Step = "" if played else await stage.reset(seed, row)
+        answer: Observation | Step = "" if played else await runner.reset(seed, row)
         for text in turns[-1:] if played else turns:
-            answer = await stage.step(text)
+            answer = await runner.step(text)
     except BaseException:
         with suppress(Exception):
-            stage.close()
+            runner.close()
         raise
-    _stages[episode] = (stage, len(turns))
+    _runners[episode] = (runner, len(turns))
     return answer

@@ -11,7 +11,7 @@ from drumroll.algorithms.losses import ValueLoss, ValueTokens
 from drumroll.batch import Batch
 from drumroll.learners import Update
 from drumroll.learners.torch import TorchLearner
-from drumroll.models.prefix_tree import Paths
+from drumroll.models.prefix_tree import PrefixTree
 
 
 class TorchCritic(TorchLearner):
@@ -26,7 +26,7 @@ class TorchCritic(TorchLearner):
     def _values(self, micro: Batch) -> Tensor:
         """[trained tokens] what is expected before each is written."""
         tree = micro.tree()
-        values = self.model.module(tree.tokens.to(self.device), Paths(tree.paths, self.device))
+        values = self.model.module(tree.tokens.to(self.device), PrefixTree(tree.paths, self.device))
         return values.index_select(0, tree.node_of[micro.mask.nonzero()[:, 0] - 1].to(self.device))
 
     @override

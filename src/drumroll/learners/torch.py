@@ -30,7 +30,7 @@ from drumroll.learners.totals import Totals
 from drumroll.models.adapters import save_model, without_adapters
 from drumroll.models.head import score
 from drumroll.models.loading import LoadedModel
-from drumroll.models.prefix_tree import Paths
+from drumroll.models.prefix_tree import PrefixTree
 
 STATE = "learner.json"
 MASTER = "master.safetensors"
@@ -104,7 +104,7 @@ class TorchLearner:
         tree = micro.tree()
         before = tree.node_of[micro.mask.nonzero()[:, 0] - 1].to(self.device)
         tokens, chosen = tree.tokens.to(self.device), micro.tokens[micro.mask].to(self.device)
-        layout = Paths(tree.paths, self.device)
+        layout = PrefixTree(tree.paths, self.device)
         return score(self.model.module, tokens, layout, before, chosen, temperature, entropy_gradient=entropy_gradient)
 
     # --- the update ---

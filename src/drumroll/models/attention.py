@@ -119,12 +119,12 @@ class KVCache:
         self.values = [make(*shape) for shape in shapes]
         self._scratch: dict[int, Tensor] = {}
 
-    def write(self, layer: int, at: Places, k: Tensor, v: Tensor) -> None:
+    def write(self, layer: int, at: PageSlots, k: Tensor, v: Tensor) -> None:
         """Put [tokens, kv heads, dim] at their places."""
         self.keys[layer][at.pages, :, at.offsets] = k
         self.values[layer][at.pages, :, at.offsets] = v
 
-    def copy(self, source: Places, target: Places) -> None:
+    def copy(self, source: PageSlots, target: PageSlots) -> None:
         """Copy tokens from places to other places, in all layers."""
         for store in (*self.keys, *self.values):
             store[target.pages, :, target.offsets] = store[source.pages, :, source.offsets]
@@ -141,7 +141,7 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
 
-class Places:
+class PageSlots:
     """Where tokens lie in a cache: a page and an offset in it for each."""
 
     def __init__(self, pages: list[int], offsets: list[int], device: Any) -> None:
@@ -156,7 +156,7 @@ class Prefill:
     to all of its sequence, whose `places` include the new tokens.
     """
 
-    def __init__(self, cache: KVCache, at: Places, fresh: list[int], going_on: list[tuple[int, Places]]) -> None:
+    def __init__(self, cache: KVCache, at: PageSlots, fresh: list[int], going_on: list[tuple[int, PageSlots]]) -> None:
         self.cache = cache
         self.at = at
         self.packed = Packed(torch.tensor(fresh, device=at.pages.device)) if fresh else None
@@ -212,7 +212,7 @@ class _Part:
         self.starts = starts
 
     def mask(self, positions: Tensor, queries: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[pages, 1, seats × queries, width]: to be added to the scores, nothing where a row may look."""
+        """[pages, 1, columns × queries, width]: to be added to the scores, nothing where a row may look."""
         columns = torch.arange(self.width, device=positions.device)
         hidden = columns >= self.counts[..., None]
         if window is not None:
@@ -233,7 +233,7 @@ class Decode:
     cover the cache in order, and shapes do not depend on what is in them. Where compiled kernels are at hand, they do it.
     """
 
-    def __init__(self, cache: KVCache, at: Places, positions: Tensor, reads: Reads, *, whole: bool = False) -> None:
+    def __init__(self, cache: KVCache, at: PageSlots, positions: Tensor, reads: Reads, *, whole: bool = False) -> None:
         self.cache = cache
         self.at = at
         self.positions = positions
@@ -251,7 +251,7 @@ class Decode:
         return self._split(self.reads)
 
     def _split(self, reads: Reads) -> list[_Part]:
-        """Pages with about as many readers together: those with fewer would otherwise have empty seats."""
+        """Pages with about as many readers together: those with fewer would otherwise have empty columns."""
         _, inverse, readers = np.unique(reads.pages, return_inverse=True, return_counts=True)
         size = np.ceil(np.log2(readers)).astype(np.int64)[inverse]
         parts = []
@@ -280,13 +280,13 @@ class Decode:
         return _Part(span, found[0][:, None], found[1][:, None], found[2], self.rows, width)
 
     def _together(self, reads: Reads) -> _Part:
-        """Pages with several readers, each with a seat."""
+        """Pages with several readers, each with a column."""
         order = np.argsort(reads.pages, kind="stable")
         pages, first, readers = np.unique(reads.pages[order], return_index=True, return_counts=True)
-        seat = np.arange(len(order)) - np.repeat(first, readers)
+        column = np.arange(len(order)) - np.repeat(first, readers)
         page = np.repeat(np.arange(len(pages)), readers)
         rows, counts = np.full((len(pages), readers.max()), self.rows), np.zeros((len(pages), readers.max()), np.int64)
-        rows[page, seat], counts[page, seat] = reads.rows[order], reads.counts[order]
+        rows[page, column], counts[page, column] = reads.rows[order], reads.counts[order]
         found = self._tensors(pages, rows, counts, reads.starts[order][first])
         return _Part(found[0], found[1], found[2], found[3], self.rows)
 
@@ -323,13 +323,13 @@ class Decode:
         return store[part.pages] if isinstance(part.pages, slice) else self.cache.gather(store, part.pages, buffer)
 
     def _read(self, layer: int, index: int, queries: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-        """What the readers of a part's pages get from each, [pages, kv heads, seats × queries, dim], and the
+        """What the readers of a part's pages get from each, [pages, kv heads, columns × queries, dim], and the
         logarithm of its weight."""
         part, (_, kv_heads, shared, dim) = self.parts[index], queries.shape
         if (index, shared, window) not in self.masks:
             self.masks[index, shared, window] = part.mask(self.positions, shared, window, queries.dtype)
-        pages, seats = part.rows.shape
-        asked = queries[part.ask].transpose(1, 2).reshape(pages, kv_heads, seats * shared, dim)
+        pages, columns = part.rows.shape
+        asked = queries[part.ask].transpose(1, 2).reshape(pages, kv_heads, columns * shared, dim)
         keys, values = (
             self._pages(store[layer], part, 2 * index + i)[:, :, : part.width]
             for i, store in enumerate((self.cache.keys, self.cache.values))
@@ -351,5 +351,5 @@ def weighed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tupl
 
 
 def _by_reader(x: Tensor, part: _Part) -> Tensor:
-    """[pages, kv heads, seats × queries, ...] → [pages × seats, kv heads, queries, ...]."""
+    """[pages, kv heads, columns × queries, ...] → [pages × columns, kv heads, queries, ...]."""
     return x.unflatten(2, (part.rows.shape[1], -1)).transpose(1, 2).flatten(0, 1)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from drumroll.models.attention import KVCache, Places, Reads
+    from drumroll.models.attention import KVCache, PageSlots, Reads
 
 COMPILERS = ("cc", "gcc", "clang")
 SOURCE = Path(__file__).with_suffix(".c")
@@ -140,7 +140,7 @@ class _Paged(ctypes.Structure):
 class PagedDecode:
     """Attention of one new token for each row, over pages; `reads` are ordered by row."""
 
-    def __init__(self, kernels: ctypes.CDLL, cache: KVCache, at: Places, positions: Tensor, reads: Reads) -> None:
+    def __init__(self, kernels: ctypes.CDLL, cache: KVCache, at: PageSlots, positions: Tensor, reads: Reads) -> None:
         self.kernels = kernels
         self.cache = cache
         self.rows = len(positions)
@@ -168,7 +168,7 @@ class PagedDecode:
         return out
 
 
-def paged_decode(cache: KVCache, at: Places, positions: Tensor, reads: Reads) -> PagedDecode | None:
+def paged_decode(cache: KVCache, at: PageSlots, positions: Tensor, reads: Reads) -> PagedDecode | None:
     """Compiled attention, where it can be had."""
     store = cache.keys[0]
     kernels = library(store.dtype) if store.device.type == "cpu" else None

@@ -25,7 +25,7 @@ SMALL = 2**18
 
 @dataclass
 class _Rows:
-    """Paths of similar size, as one call of attention. Padding takes node 0 and the last place, and is not read."""
+    """PrefixTree of similar size, as one call of attention. Padding takes node 0 and the last place, and is not read."""
 
     queries: Tensor  # [rows, queries] nodes
     keys: Tensor  # [rows, keys] nodes
@@ -64,7 +64,7 @@ class _Rows:
         return out.transpose(1, 2).flatten(0, 1)
 
 
-class Paths:
+class PrefixTree:
     """A `Layout`: every node attends to the nodes before it on its path. Each node is computed on one path."""
 
     def __init__(self, paths: Sequence[Path], device: torch.device) -> None:
@@ -97,7 +97,7 @@ def _spread(x: Tensor, at: Tensor) -> Tensor:
 
 
 def _similar(paths: Sequence[Path]) -> list[list[Path]]:
-    """Paths of similar size together, so that little is padded; those from a root apart, as they need no mask."""
+    """PrefixTree of similar size together, so that little is padded; those from a root apart, as they need no mask."""
     found: list[list[Path]] = []
     needed = wide = long = 0
     for path in sorted(paths, key=lambda p: (p.start > 0, p.size), reverse=True):

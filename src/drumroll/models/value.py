@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from drumroll.models.loading import LoadedModel
-from drumroll.models.prefix_tree import Paths
+from drumroll.models.prefix_tree import PrefixTree
 
 
 class ValueModel(nn.Module):
@@ -26,7 +26,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     @override
-    def forward(self, tokens: Tensor, layout: Paths) -> Tensor:
+    def forward(self, tokens: Tensor, layout: PrefixTree) -> Tensor:
         out = self.body(input_ids=tokens[None], position_ids=layout.positions(), use_cache=False, layout=layout)
         return self.head(out.last_hidden_state[0])[:, 0].to(torch.promote_types(self.head.weight.dtype, torch.float32))
 

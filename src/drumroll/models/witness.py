@@ -21,7 +21,7 @@ from drumroll.batch import Path
 from drumroll.errors import ModelError
 from drumroll.models import attention
 from drumroll.models.head import score
-from drumroll.models.prefix_tree import Paths
+from drumroll.models.prefix_tree import PrefixTree
 
 TOLERANCE = 1e-4
 """Largest difference between log-probs of the two ways; float32 rounding is about 1e-6."""
@@ -252,7 +252,7 @@ class _Trial:
         before = torch.cat([path.nodes[:-1] for path in paths])
         chosen = self.tokens[torch.cat([path.nodes[1:] for path in paths])]
         self.outputs.clear()
-        layout = Paths(paths, torch.device("cpu"))
+        layout = PrefixTree(paths, torch.device("cpu"))
         return score(self.model, self.tokens, layout, before, chosen, 1.0, entropy_gradient=False)[0]
 
     def effects(self) -> dict[str, float]:

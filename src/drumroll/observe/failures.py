@@ -12,7 +12,7 @@ ENDLESS = "Endless"
 
 
 @dataclass(frozen=True)
-class Trouble:
+class FailureCause:
     """A cause, how many samples it struck, and the first of them with its text and the frames of the user's code."""
 
     cause: str
@@ -26,27 +26,27 @@ class Trouble:
         return f"{self.text}\n{self.traceback}" if self.traceback else self.text
 
 
-def by_cause(found: Iterable[tuple[str, str, str]]) -> list[Trouble]:
+def by_cause(found: Iterable[tuple[str, str, str]]) -> list[FailureCause]:
     """Put failures and oddities (sample, text, traceback) together by kind and place; the most frequent first."""
     causes: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
     for sample, text, traceback in found:
         causes.setdefault((text.partition(": ")[0], traceback), []).append((sample, text, traceback))
-    troubles = [Trouble(cause, len(all_), *all_[0]) for (cause, _), all_ in causes.items()]
-    return sorted(troubles, key=lambda trouble: -trouble.count)
+    failures = [FailureCause(cause, len(all_), *all_[0]) for (cause, _), all_ in causes.items()]
+    return sorted(failures, key=lambda failure: -failure.count)
 
 
 def complaints(samples: Sequence[Sample], told: set[str], most: int = 3) -> list[str]:
     """Lines for the terminal: failures always, their tracebacks and oddities once in a run (`told` remembers them)."""
     failed = by_cause((s.id, str(s.failure), s.failure.traceback) for s in samples if s.failure is not None)
     lines = []
-    for trouble in failed[:most]:
-        shown = trouble.text if trouble.traceback in told else trouble.told()
-        told.add(trouble.traceback)
-        lines.append(f"{trouble.count} of {len(samples)} samples failed; the first is {trouble.first}: {shown}")
-    for trouble in by_cause((s.id, str(note), "") for s in samples for note in s.notes if _matters(note, samples)):
-        if trouble.cause not in told:
-            told.add(trouble.cause)
-            lines.append(f"{trouble.count} of {len(samples)} samples, the first is {trouble.first}: {trouble.text}")
+    for failure in failed[:most]:
+        shown = failure.text if failure.traceback in told else failure.told()
+        told.add(failure.traceback)
+        lines.append(f"{failure.count} of {len(samples)} samples failed; the first is {failure.first}: {shown}")
+    for failure in by_cause((s.id, str(note), "") for s in samples for note in s.notes if _matters(note, samples)):
+        if failure.cause not in told:
+            told.add(failure.cause)
+            lines.append(f"{failure.count} of {len(samples)} samples, the first is {failure.first}: {failure.text}")
     return lines
 
 

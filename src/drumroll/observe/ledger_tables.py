@@ -19,7 +19,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def summary_tables(ledger: Ledger, by: tuple[str, ...]) -> list[Table | str]:
-    """How many samples ended how, why groups were dropped, and whether the books are in order."""
+    """How many samples ended how, why groups were dropped, and whether the ledger is consistent."""
     counts = _table("samples", *by, "fate or state", "count")
     for row in ledger.fates(by):
         counts.add_row(*("–" if value is None else str(value) for value in row))
@@ -27,7 +27,7 @@ def summary_tables(ledger: Ledger, by: tuple[str, ...]) -> list[Table | str]:
     for row in ledger.reasons():
         reasons.add_row(*(escape(str(value)) for value in row))
     problems = ledger.problems()
-    verdict = "the books are in order: every ended draw has one fate, none was trained twice"
+    verdict = "the ledger is consistent: every ended draw has one fate, none was trained twice"
     return [counts, *([reasons] if reasons.row_count else []), *(problems or [verdict])]
 
 

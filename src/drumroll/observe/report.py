@@ -19,9 +19,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from drumroll.config import AnyConfig, RLConfig
-from drumroll.observe.failures import Trouble, by_cause
+from drumroll.observe.failures import FailureCause, by_cause
 from drumroll.runfiles.durable import write_text
-from drumroll.runfiles.rollouts import read_samples, read_troubles
+from drumroll.runfiles.rollouts import read_failures, read_samples
 from drumroll.store.run import CONFIG, Run
 
 REPORT = "report.html"
@@ -93,7 +93,7 @@ def write_report(run: Run) -> Path:
         overview=overview,
         rest=rest,
         stride=_stride(rows),
-        troubles=_troubles(run.path / "rollouts"),
+        failures=_failures(run.path / "rollouts"),
         samples=[row | {"prompt": _prompt_text(row["prompt"])} for row in _samples(run.path / "rollouts")],
         data={"steps": [row["step"] for row in drawn], "columns": columns, "broken": broken, "charts": charts},
     )
@@ -196,10 +196,10 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {int(seconds) % 60:02} s" if minutes else f"{seconds:.3g} s"
 
 
-def _troubles(folder: Path) -> list[Trouble]:
+def _failures(folder: Path) -> list[FailureCause]:
     """All that went wrong in the recorded steps; of very many files, in the newest."""
     files = sorted(folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime)[-TROUBLE_FILES:]
-    return by_cause(found for file in files for found in read_troubles(file))
+    return by_cause(found for file in files for found in read_failures(file))
 
 
 def _samples(folder: Path) -> Iterator[dict[str, Any]]:

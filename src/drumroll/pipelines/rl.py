@@ -11,13 +11,13 @@ from drumroll.errors import RolloutError
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.session import Remembered, Session
 from drumroll.stages import advantages, describe, infer, pack, publish, update
-from drumroll.workers.batch_builder import Desk
+from drumroll.workers.batch_builder import BatchBuilder
 
 
 async def train(session: Session, config: RLConfig, rollouts: Rollouts) -> None:
     """Generate, score, train, publish, commit; until the steps are done."""
     workers = session.workers
-    memory = Remembered(await workers.desk.call(0, Desk.start))
+    memory = Remembered(await workers.batch_builder.call(0, BatchBuilder.start))
     rollouts.listeners.append(session.open_ledger())
     session.watch(rollouts=rollouts, algorithm=memory)
     temperature = config.rollout.temperature

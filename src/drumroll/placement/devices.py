@@ -37,7 +37,7 @@ class Device:
     threads: int = 1
 
 
-Place = tuple[Device, ...]
+DeviceSet = tuple[Device, ...]
 """The devices of one worker, on one machine; none means that it may run anywhere."""
 
 
@@ -111,8 +111,8 @@ class Layout:
         return Sharing.WHOLE if a == b else Sharing.PART if a & b else Sharing.NONE
 
     @property
-    def turns(self) -> tuple[frozenset[str], ...]:
-        """The sets of roles that meet on a device, so must take turns there; sets inside another are left out."""
+    def shared_by(self) -> tuple[frozenset[str], ...]:
+        """The sets of roles that meet on a device, and so share it in time; sets inside another are left out."""
         used = sorted({d for devices in self.devices.values() for d in devices}, key=lambda d: d.index)
         sets = dict.fromkeys(frozenset(r for r, devices in self.devices.items() if d in devices) for d in used)
         return tuple(s for s in sets if len(s) > 1 and not any(s < other for other in sets))

@@ -70,7 +70,7 @@ class Cores:
 CORES = Cores()
 
 
-class Turns:
+class SerialExecutor:
     """Runs functions one after the other on a thread that ends when there are none."""
 
     def __init__(self, name: str) -> None:

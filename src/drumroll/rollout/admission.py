@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 
-class Places:
+class Admission:
     """A place is taken by a draw when it starts, and free again when it can no longer be trained on.
 
     Every batch has of each stream its share, rounded down or up: what rounding denied a stream is owed to it.
@@ -24,7 +24,7 @@ class Places:
 
     @property
     def taken(self) -> int:
-        """Places taken, of all streams."""
+        """Admission taken, of all streams."""
         return len(self._taken)
 
     def quotas(self, count: int) -> dict[str, int]:

@@ -128,10 +128,10 @@ class Evaluator:
             sample.completion = self.decode(trace.policy_tokens())
             return
         try:
-            goes_on = await episode.begin()
-            while goes_on:
+            has_next_turn = await episode.begin()
+            while has_next_turn:
                 await self._turn(sample, sampling, count, stream)
-                goes_on = await episode.answer()
+                has_next_turn = await episode.answer()
         except SampleFailed as failed:
             sample.failure = failed.failure
         finally:

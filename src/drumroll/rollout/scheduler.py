@@ -28,8 +28,8 @@ from drumroll.engines import Completion, Request, Sampling
 from drumroll.engines.continuation import Continuation
 from drumroll.engines.router import Router
 from drumroll.errors import BadRow, RolloutError, being_cancelled, user_frames
-from drumroll.lifecycle import DrawEvent, Event, Listener, OpenEpisode, SampleFailed, Stage, answered_once, legal
-from drumroll.rollout.admission import Places
+from drumroll.lifecycle import DrawEvent, Event, Listener, OpenEpisode, Phase, SampleFailed, answered_once, legal
+from drumroll.rollout.admission import Admission
 from drumroll.rollout.filters import Filter, find_filter
 from drumroll.rollout.stats import LengthBias, StepStats
 from drumroll.sample import (
@@ -79,7 +79,7 @@ class _Flight:
 
 
 @dataclass(frozen=True)
-class _Manner:
+class SamplingPlan:
     """How a domain is sampled and judged."""
 
     samples: int
@@ -87,7 +87,7 @@ class _Manner:
     filter: Filter | None
 
     @classmethod
-    def of(cls, config: RolloutConfig) -> _Manner:
+    def of(cls, config: RolloutConfig) -> SamplingPlan:
         found = find_filter(config.filter, config.filter_args) if config.filter else None
         return cls(config.samples, Sampling(config.temperature, config.max_tokens, tuple(config.stop)), found)
 
@@ -132,13 +132,13 @@ class Rollouts:
         self.listeners = list(listeners)
         self.clock = clock
         self.version: Version = 0
-        self._common = _Manner.of(config)
-        self._manners = {domain: _Manner.of(config.of(domain)) for domain in config.domains}
+        self._common = SamplingPlan.of(config)
+        self._plans = {domain: SamplingPlan.of(config.of(domain)) for domain in config.domains}
         self._next_draw = 0
         self._again: dict[str, list[tuple[int, _Pending]]] = {}  # by stream, heaps by draw: drawn, and to be started
         self._begun: dict[int, _Pending] = {}  # draws whose fate is open
         self._flights: dict[int, _Flight] = {}
-        self._places = Places(config.capacity, source.shares)
+        self._admission = Admission(config.capacity, source.shares)
         self._complete: dict[int, tuple[Group, _Verdict]] = {}  # draw order: results that wait for earlier draws
         self._queues: dict[str, deque[int]] = {}  # draw order: by stream, the draws that are not decided
         self._wanted: dict[str, int] = {}  # groups that `take` is waiting for, by stream
@@ -160,7 +160,7 @@ class Rollouts:
         """The next `count` useful groups (fewer only when the data ends); surplus at staleness 0 is given up at once."""
         assert not self._training, "the groups taken before were not told to be trained"
         self._open, self._step_draws = True, 0
-        self._wanted = self._places.quotas(count)
+        self._wanted = self._admission.quotas(count)
         self._advance()
         self._pump()
         while any(self._short(stream) for stream in self._wanted) and not self._dry():
@@ -182,7 +182,7 @@ class Rollouts:
         return groups
 
     def trained(self, groups: Sequence[Group]) -> None:
-        """Close the books on groups that an update has used."""
+        """Record the fate of groups that an update has used."""
         for group in groups:
             self._end(group, Fate.TRAINED, "")
         self._training = []
@@ -229,7 +229,7 @@ class Rollouts:
     def state(self) -> dict[str, Any]:
         """The place in the draw order: every draw before `draw` is settled, and so are those in `settled`."""
         opened = [*self._begun.values(), *(pending for heap in self._again.values() for _, pending in heap)]
-        common = {"version": self.version, "owed": dict(self._places.owed)}
+        common = {"version": self.version, "owed": dict(self._admission.owed)}
         if not opened:
             return {"draw": self._next_draw, "settled": [], "source": self.source.state(), **common}
         first = min(opened, key=lambda pending: pending.draw)
@@ -241,7 +241,7 @@ class Rollouts:
         """Continue the draw order where a checkpoint left it: open draws are attempted again, settled ones are not."""
         assert not self._flights, "restore before anything is started"
         self._next_draw = state["draw"]
-        self._places.owed |= state["owed"]
+        self._admission.owed |= state["owed"]
         self._settled_before = set(state["settled"])
         self.version = state["version"]
         self.source.restore(state["source"])
@@ -260,7 +260,7 @@ class Rollouts:
 
     def _pump(self) -> None:
         """Start groups while admission allows."""
-        while self._open and self._step_draws < self.config.draw_limit and (room := self._places.free()):
+        while self._open and self._step_draws < self.config.draw_limit and (room := self._admission.free()):
             pending = self._next_prompt(room)
             if pending is None:
                 return
@@ -294,14 +294,14 @@ class Rollouts:
         flight = _Flight(group, self.version)
         self._begun[pending.draw] = pending
         self._flights[pending.draw] = flight
-        self._places.take(pending.draw, pending.prompt.stream)
+        self._admission.take(pending.draw, pending.prompt.stream)
         self._step_draws += 1
         self._tell(DrawEvent(self.clock(), group, None, ""))
-        for index in [*range(self._manner(group).samples), *([GREEDY] if self.greedy else [])]:
+        for index in [*range(self._plan(group).samples), *([GREEDY] if self.greedy else [])]:
             self._start_sample(flight, index)
 
-    def _manner(self, group: Group) -> _Manner:
-        return self._manners.get(group.prompt.domain, self._common)
+    def _plan(self, group: Group) -> SamplingPlan:
+        return self._plans.get(group.prompt.domain, self._common)
 
     def _start_sample(self, flight: _Flight, index: int) -> None:
         group = flight.group
@@ -358,18 +358,18 @@ class Rollouts:
             sample.completion = self.decode(trace.policy_tokens())
             return
         try:
-            goes_on = await self._act(sample, episode.begin)
-            while goes_on:
+            has_next_turn = await self._act(sample, episode.begin)
+            while has_next_turn:
                 self._move(sample, State.QUEUED)
                 await self._generate(flight, sample)
-                goes_on = await self._act(sample, episode.answer)
+                has_next_turn = await self._act(sample, episode.answer)
         finally:
             episode.close()
 
     async def _generate(self, flight: _Flight, sample: Sample) -> None:
         """One turn. An interrupted one goes on from its tokens; a lost or late one is tried again, within the budget."""
         trace, number = sample.traces[-1], len(sample.traces) - 1
-        manner, key = self._manner(flight.group), (sample.draw, sample.attempt)
+        manner, key = self._plan(flight.group), (sample.draw, sample.attempt)
         seed = sample_seed(self.seed, f"train/{number}" if number else "train", sample.draw, sample.index)
         place = sample.draw * (self.config.most_samples + self.greedy) + sample.index + self.greedy
         how = replace(manner.sampling, temperature=0.0) if sample.index == GREEDY else manner.sampling
@@ -393,10 +393,10 @@ class Rollouts:
 
         await turn.run(send, failed=failed, grown=grown)
 
-    async def _act(self, sample: Sample, deed: Callable[[], Awaitable[bool]]) -> bool:
+    async def _act(self, sample: Sample, action: Callable[[], Awaitable[bool]]) -> bool:
         self._move(sample, State.ACTING)
         try:
-            return await deed()
+            return await action()
         except SampleFailed:
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -432,14 +432,14 @@ class Rollouts:
             if self.config.on_failure == "give_up" or sample.index == GREEDY:
                 self._complete_group(flight, f"{sample.failure.boundary} failed: {sample.failure.text}")
                 return
-            if self.config.on_failure == "replace" and flight.replacements < self._manner(flight.group).samples:
+            if self.config.on_failure == "replace" and flight.replacements < self._plan(flight.group).samples:
                 flight.replacements += 1
                 self._start_sample(flight, len(flight.group.samples))
         if not flight.unsettled:
             self._complete_group(flight, None)
 
     def _complete_group(self, flight: _Flight, failure: str | None) -> None:
-        group, manner = flight.group, self._manner(flight.group)
+        group, manner = flight.group, self._plan(flight.group)
         scored = [s for s in group.samples if s.state is State.SCORED]
         if failure is None and len(scored) < min(2, manner.samples):
             failure = "fewer than two samples were scored"
@@ -449,7 +449,7 @@ class Rollouts:
             verdict = (Fate.FILTERED, reason) if reason else None
         self._land(flight)
         if verdict is not None:
-            self._places.give_back(group.draw)
+            self._admission.give_back(group.draw)
         if self.config.order == "arrival":
             self._decide(group, verdict)
         else:
@@ -498,7 +498,7 @@ class Rollouts:
                 own = Fate.BASELINE if fate is Fate.TRAINED and sample is group.greedy else fate
                 self._move(sample, Fate.ABORTED if fate is Fate.FAILED else own)
         self._begun.pop(group.draw, None)
-        self._places.give_back(group.draw)
+        self._admission.give_back(group.draw)
         self._tell(DrawEvent(self.clock(), group, fate, reason))
 
     # --- giving up ---
@@ -543,7 +543,7 @@ class Rollouts:
         for draw, (group, verdict) in self._complete.items():
             if verdict is None and _over_age(group, oldest):
                 self._complete[draw] = (group, (Fate.STALE, reason))
-                self._places.give_back(draw)
+                self._admission.give_back(draw)
         for group in [g for g in self._all_ready() if _over_age(g, oldest)]:
             self._ready[group.prompt.stream].remove(group)
             self._current.dropped[(group.prompt.domain, Fate.STALE.value, reason)] += 1
@@ -577,7 +577,7 @@ class Rollouts:
 
     # --- telling ---
 
-    def _move(self, sample: Sample, after: Stage) -> None:
+    def _move(self, sample: Sample, after: Phase) -> None:
         before = sample.state
         if before is after and after is State.QUEUED:
             return

@@ -90,7 +90,7 @@ def read_samples(path: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def read_troubles(path: Path) -> Iterator[tuple[str, str, str]]:
+def read_failures(path: Path) -> Iterator[tuple[str, str, str]]:
     """Failures and oddities of samples: the sample's id, the text, the frames of the user's code."""
     columns = [name for name in ("id", "failure", "traceback", "notes") if name in pq.read_schema(path).names]
     for row in pq.read_table(path, columns=columns).to_pylist():

@@ -81,7 +81,7 @@ class Ledger:
         """Write what was noted."""
         self._transaction([])
 
-    def turn(self) -> None:
+    def next_step(self) -> None:
         """The step's work is done and its state is taken: what is noted from now on belongs to the next step."""
         self.flush()
         self.step += 1

@@ -1,7 +1,7 @@
-"""The weight bus: moves named tensors from a learner to engines. One file per carrier beside this one.
+"""The weight bus: moves named tensors from a learner to engines. One file per transport beside this one.
 
-    sender.send(version, (name, tensor)*) → parcel     the learner's side; the parcel travels by any RPC
-    receiver.receive(parcel) → (name, tensor)*         the engine's side
+    sender.send(version, (name, tensor)*) → manifest     the learner's side; the manifest travels by any RPC
+    receiver.receive(manifest) → (name, tensor)*         the engine's side
 
 `local` hands over the tensors themselves. `shared` writes them once into memory that all processes of a host can map.
 `broadcast` streams them in buckets through a process group of its own. Full tensors go in and come out one at a time: a
@@ -30,15 +30,15 @@ Named = Iterable[tuple[str, Tensor]]
 ALIGN = 64
 
 
-class BusError(DrumrollError):
+class WeightSyncError(DrumrollError):
     """Weights that did not arrive."""
 
 
-class WrongVersion(BusError):
-    """The weights found are not those that the parcel announced."""
+class WrongVersion(WeightSyncError):
+    """The weights found are not those that the manifest announced."""
 
 
-class Corrupted(BusError):
+class Corrupted(WeightSyncError):
     """A tensor whose bytes changed on the way."""
 
 
@@ -55,20 +55,20 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """What travels instead of weights: which version, and where it is. Only the local carrier's holds tensors."""
+class WeightManifest:
+    """What travels instead of weights: which version, and where it is. Only the local transport's holds tensors."""
 
     version: Version
     where: str = ""
     token: int = 0
-    manifest: tuple[Entry, ...] = ()
+    entries: tuple[Entry, ...] = ()
     weights: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
 
 class Sender(Protocol):
     """The learner's side."""
 
-    def send(self, version: Version, tensors: Named) -> Parcel:
+    def send(self, version: Version, tensors: Named) -> WeightManifest:
         """Offer a version: it can be received from now on. The tensors may not change until `wait` returns."""
         ...
 
@@ -77,15 +77,15 @@ class Sender(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything. Parcels not yet received are lost; tensors already received are not."""
+        """Free everything. Manifests not yet received are lost; tensors already received are not."""
         ...
 
 
 class Receiver(Protocol):
     """The engine's side, one per process."""
 
-    def receive(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a parcel, one at a time."""
+    def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a manifest, one at a time."""
         ...
 
     def close(self) -> None:
@@ -119,9 +119,9 @@ class Packing:
 AS_IS = Packing()
 
 
-def unpack(data: Tensor, manifest: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
+def unpack(data: Tensor, entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
     """The tensors among some bytes, without a copy."""
-    for entry in manifest:
+    for entry in entries:
         if entry.checksum is not None and entry.checksum != _checksum(data, entry):
             raise Corrupted(f"The checksum of '{entry.name}' is not the sender's: its bytes changed on the way. Publish again.")
         yield entry.name, _view(data, entry)
@@ -160,12 +160,12 @@ def settle(tensors: Iterable[Tensor]) -> None:
 class Local:
     """Both sides for engines in the learner's process: nothing moves, and what was received changes with the learner's."""
 
-    def send(self, version: Version, tensors: Named) -> Parcel:
-        return Parcel(version, weights=dict(tensors))
+    def send(self, version: Version, tensors: Named) -> WeightManifest:
+        return WeightManifest(version, weights=dict(tensors))
 
     def wait(self) -> None: ...
 
-    def receive(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
-        yield from parcel.weights.items()
+    def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
+        yield from manifest.weights.items()
 
     def close(self) -> None: ...

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from drumroll.processes.rendezvous import LOOPBACK, find_store, gloo_group, gloo_options, meeting, open_store, steer_nccl
 from drumroll.sample import Version
-from drumroll.weights import ALIGN, AS_IS, BusError, Entry, Named, Packing, Parcel, WrongVersion, lend, unpack
+from drumroll.weights import ALIGN, AS_IS, Entry, Named, Packing, WeightManifest, WeightSyncError, WrongVersion, lend, unpack
 
 BUCKET = 64 << 20
 IN_FLIGHT = 3
@@ -45,16 +45,16 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The next bucket of a parcel. One without entries is the last, and `error` is why the sender gave up."""
+    """The next bucket of a manifest. One without entries is the last, and `error` is why the sender gave up."""
 
     version: Version
-    manifest: tuple[Entry, ...] = ()
+    entries: tuple[Entry, ...] = ()
     size: int = 0
     error: str = ""
 
     def encode(self) -> str:
         """As JSON: whoever can reach the store can write there, so nothing that runs code may be read from it."""
-        entries = [[e.name, str(e.dtype).removeprefix("torch."), e.shape, e.begin, e.end, e.checksum] for e in self.manifest]
+        entries = [[e.name, str(e.dtype).removeprefix("torch."), e.shape, e.begin, e.end, e.checksum] for e in self.entries]
         return json.dumps([self.version, entries, self.size, self.error])
 
     @classmethod
@@ -90,7 +90,7 @@ class _Link:
             return dist.ProcessGroupNCCL(store, self.rank, size, options)
 
     def send(self, version: Version, buckets: Iterable[tuple[list[Entry], Tensor]]) -> None:
-        """Broadcast a parcel; returns when all have taken it."""
+        """Broadcast a manifest; returns when all have taken it."""
         self._parcels += 1
         taken = [f"{self._parcels}/taken/{rank}" for rank in range(1, self.meeting.size)]
         posted, works = list[str](), deque[Any]()
@@ -100,8 +100,8 @@ class _Link:
             self.store.set(posted[-1], header.encode())
 
         try:
-            for manifest, data in buckets:
-                post(_Header(version, tuple(manifest), len(data)))
+            for entries, data in buckets:
+                post(_Header(version, tuple(entries), len(data)))
                 works.append(self.group.broadcast(data.contiguous(), 0))
                 self._land(works, IN_FLIGHT - 1)
             post(_Header(version))
@@ -125,22 +125,22 @@ class _Link:
             raise
 
     def take(self) -> Iterator[tuple[_Header, Tensor]]:
-        """The buckets of a parcel, each given out while the next are on their way; the last one is empty."""
+        """The buckets of a manifest, each given out while the next are on their way; the last one is empty."""
         self._parcels += 1
-        parcel, flying = self._parcels, deque[tuple[Any, _Header, Tensor]]()
+        manifest, flying = self._parcels, deque[tuple[Any, _Header, Tensor]]()
         for index in count():
-            header = _Header.decode(self.store.get(f"{parcel}/{index}"))
+            header = _Header.decode(self.store.get(f"{manifest}/{index}"))
             data = self.buffer(header.size)
-            if header.manifest:
+            if header.entries:
                 flying.append((self.group.broadcast(data, 0), header, data))
-            while len(flying) >= IN_FLIGHT or (flying and not header.manifest):
+            while len(flying) >= IN_FLIGHT or (flying and not header.entries):
                 work, *_ = bucket = flying.popleft()
                 work.wait()
                 yield bucket[1:]
             if header.error:
-                raise BusError(f"The sender of version {header.version} failed: {header.error}")
-            if not header.manifest:
-                self.store.set(f"{parcel}/taken/{self.rank}", "")
+                raise WeightSyncError(f"The sender of version {header.version} failed: {header.error}")
+            if not header.entries:
+                self.store.set(f"{manifest}/taken/{self.rank}", "")
                 yield header, data
                 return
 
@@ -169,28 +169,28 @@ class _Lying:
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.storage = tensor.untyped_storage()
         self.begin = int(tensor.storage_offset()) * tensor.itemsize
-        self.manifest = [Entry(name, tensor.dtype, tuple(tensor.shape), 0, tensor.nbytes)]
+        self.entries = [Entry(name, tensor.dtype, tuple(tensor.shape), 0, tensor.nbytes)]
 
     def add(self, name: str, tensor: Tensor, limit: int) -> bool:
         """Whether the tensor is the next neighbour and there is room for it; then it is taken."""
         begin = int(tensor.storage_offset()) * tensor.itemsize - self.begin
         end = begin + tensor.nbytes
-        near = 0 <= begin - self.manifest[-1].end < 2 * ALIGN and end <= limit
+        near = 0 <= begin - self.entries[-1].end < 2 * ALIGN and end <= limit
         if not near or tensor.untyped_storage().data_ptr() != self.storage.data_ptr():
             return False
-        self.manifest.append(Entry(name, tensor.dtype, tuple(tensor.shape), begin, end))
+        self.entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), begin, end))
         return True
 
     def sealed(self, packing: Packing) -> tuple[list[Entry], Tensor]:
         """The bucket, with checksums if wanted."""
-        size = self.manifest[-1].end
+        size = self.entries[-1].end
         whole: Any = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         data = whole.set_(self.storage, self.begin, (size,))
-        return [packing.seal(data, entry) for entry in self.manifest], data
+        return [packing.seal(data, entry) for entry in self.entries], data
 
 
 class BroadcastSender:
-    """Sends from a thread of its own, so that the parcel can go ahead and call the receivers."""
+    """Sends from a thread of its own, so that the manifest can go ahead and call the receivers."""
 
     def __init__(self, meeting: Meeting, packing: Packing = AS_IS, bucket: int = BUCKET, address: str = LOOPBACK) -> None:
         self._link = _Link(meeting, 0, address)
@@ -199,11 +199,11 @@ class BroadcastSender:
         self.bucket = bucket
         self._sending: Future[None] | None = None
 
-    def send(self, version: Version, tensors: Named) -> Parcel:
+    def send(self, version: Version, tensors: Named) -> WeightManifest:
         self.wait()
         self._sending = Future()
-        threading.Thread(target=self._run, args=(version, tensors, self._sending), name="weight-bus", daemon=True).start()
-        return Parcel(version, f"{self.meeting.host}:{self.meeting.port}")
+        threading.Thread(target=self._run, args=(version, tensors, self._sending), name="weight-sync", daemon=True).start()
+        return WeightManifest(version, f"{self.meeting.host}:{self.meeting.port}")
 
     def wait(self) -> None:
         sending, self._sending = self._sending, None
@@ -211,7 +211,7 @@ class BroadcastSender:
             if sending is not None:
                 sending.result()
         except RuntimeError as error:  # torch's own, of gloo, NCCL and the store
-            raise BusError(f"The weights did not reach all engines; close this sender and meet anew: {error}") from error
+            raise WeightSyncError(f"The weights did not reach all engines; close this sender and meet anew: {error}") from error
 
     def _run(self, version: Version, tensors: Named, done: Future[None]) -> None:
         try:
@@ -223,13 +223,13 @@ class BroadcastSender:
 
     def _buckets(self, tensors: Named) -> Iterator[tuple[list[Entry], Tensor]]:
         """Neighbours in memory go as they lie; what lies alone or must be converted is packed first."""
-        data, manifest, end = torch.empty(0), list[Entry](), 0
+        data, entries, end = torch.empty(0), list[Entry](), 0
         lying: _Lying | None = None
         for name, tensor in tensors:
             if self._ready(tensor, self.packing.place(name, tensor, 0)):
-                if manifest:
-                    yield manifest, data[: max(end, 1)]
-                    manifest, end = [], 0
+                if entries:
+                    yield entries, data[: max(end, 1)]
+                    entries, end = [], 0
                 if lying is None or not lying.add(name, tensor, self.bucket):
                     if lying is not None:
                         yield lying.sealed(self.packing)
@@ -239,15 +239,15 @@ class BroadcastSender:
                 yield lying.sealed(self.packing)
                 lying = None
             entry = self.packing.place(name, tensor, end)
-            if manifest and entry.end > self.bucket:
-                yield manifest, data[: max(end, 1)]
-                entry, manifest = self.packing.place(name, tensor, 0), []
-            if not manifest:
+            if entries and entry.end > self.bucket:
+                yield entries, data[: max(end, 1)]
+                entry, entries = self.packing.place(name, tensor, 0), []
+            if not entries:
                 data = self._link.buffer(max(self.bucket, entry.end))
-            manifest.append(self.packing.write(data, entry, tensor))
+            entries.append(self.packing.write(data, entry, tensor))
             end = entry.end
-        if manifest:
-            yield manifest, data[: max(end, 1)]
+        if entries:
+            yield entries, data[: max(end, 1)]
         if lying is not None:
             yield lying.sealed(self.packing)
 
@@ -267,15 +267,15 @@ class BroadcastReceiver:
     def __init__(self, meeting: Meeting, rank: int, address: str = LOOPBACK) -> None:
         self._link = _Link(meeting, rank, address)
 
-    def receive(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
         buckets = self._link.take()
         try:
             for header, data in buckets:
-                if header.version != parcel.version:
-                    raise WrongVersion(f"The parcel announces version {parcel.version}, the sender sends {header.version}.")
-                yield from unpack(data, header.manifest)
+                if header.version != manifest.version:
+                    raise WrongVersion(f"The manifest announces version {manifest.version}, the sender sends {header.version}.")
+                yield from unpack(data, header.entries)
         except RuntimeError as error:  # torch's own, of gloo, NCCL and the store
-            raise BusError(f"Version {parcel.version} did not arrive: {error}") from error
+            raise WeightSyncError(f"Version {manifest.version} did not arrive: {error}") from error
         finally:
             for _ in buckets:  # whoever stops early still takes the rest, so that the others need not wait
                 pass

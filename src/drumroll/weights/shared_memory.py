@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from drumroll.sample import Version
-from drumroll.weights import AS_IS, BusError, Entry, Named, Packing, Parcel, WrongVersion, lend, unpack
+from drumroll.weights import AS_IS, Entry, Named, Packing, WeightManifest, WeightSyncError, WrongVersion, lend, unpack
 
 SEGMENTS = 2
 GROW = 64 << 20
@@ -72,19 +72,19 @@ class SharedSender:
         self.packing = packing
         self._segments: list[_Segment] = []
 
-    def send(self, version: Version, tensors: Named) -> Parcel:
-        segment, manifest, end = self._turn(), list[Entry](), HEAD.size
+    def send(self, version: Version, tensors: Named) -> WeightManifest:
+        segment, entries, end = self._turn(), list[Entry](), HEAD.size
         segment.mark(UNWRITTEN)  # so that nothing can be read if this process dies, or the tensors fail, half-way
         try:
             for name, tensor in tensors:
                 entry = self.packing.place(name, tensor, end)
                 end = entry.end
                 segment.reserve(end)
-                manifest.append(self.packing.write(segment.data, entry, tensor))
+                entries.append(self.packing.write(segment.data, entry, tensor))
             segment.mark(version)
         finally:
             fcntl.flock(segment.fd, fcntl.LOCK_UN)
-        return Parcel(version, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.token, tuple(manifest))
+        return WeightManifest(version, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.token, tuple(entries))
 
     def _turn(self) -> _Segment:
         """The segment whose turn it is, locked."""
@@ -109,35 +109,37 @@ class SharedReceiver:
     def __init__(self) -> None:
         self._maps: dict[int, mmap.mmap] = {}  # kept, since mapping anew costs half a copy
 
-    def receive(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
-        return unpack(self._open(parcel), parcel.manifest)
+    def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
+        return unpack(self._open(manifest), manifest.entries)
 
-    def _open(self, parcel: Parcel) -> Tensor:
-        size = max([HEAD.size, *(entry.end for entry in parcel.manifest)])
+    def _open(self, manifest: WeightManifest) -> Tensor:
+        size = max([HEAD.size, *(entry.end for entry in manifest.entries)])
         with ExitStack() as lock:
             try:
-                file = lock.enter_context(open(parcel.where, "rb"))
+                file = lock.enter_context(open(manifest.where, "rb"))
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                mapped = self._map(parcel, size)
+                mapped = self._map(manifest, size)
             except BlockingIOError:
-                raise WrongVersion(f"Version {parcel.version} is being overwritten by a newer one: fetch that.") from None
+                raise WrongVersion(f"Version {manifest.version} is being overwritten by a newer one: fetch that.") from None
             except (OSError, ValueError) as error:
-                raise BusError(f"Version {parcel.version} is gone: its sender was closed or has died ({error}).") from None
+                raise WeightSyncError(
+                    f"Version {manifest.version} is gone: its sender was closed or has died ({error})."
+                ) from None
             token, found = HEAD.unpack_from(mapped)
-            if (token, found) != (parcel.token, parcel.version):
+            if (token, found) != (manifest.token, manifest.version):
                 raise WrongVersion(
-                    f"The parcel announces version {parcel.version}, its memory holds {found}: fetch the newest."
+                    f"The manifest announces version {manifest.version}, its memory holds {found}: fetch the newest."
                 )
             unlock = lock.pop_all()
         address = np.frombuffer(mapped, np.uint8).ctypes.data
         return lend(address, size, lambda: (unlock.close(), mapped))
 
-    def _map(self, parcel: Parcel, size: int) -> mmap.mmap:
+    def _map(self, manifest: WeightManifest, size: int) -> mmap.mmap:
         """The segment's memory. Its file is opened once more, for a map keeps it open, and a lock with it."""
-        mapped = self._maps.get(parcel.token)
+        mapped = self._maps.get(manifest.token)
         if mapped is None or len(mapped) < size:
-            with open(parcel.where, "rb") as file:
-                mapped = self._maps[parcel.token] = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            with open(manifest.where, "rb") as file:
+                mapped = self._maps[manifest.token] = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
             while len(self._maps) > SEGMENTS:
                 del self._maps[next(iter(self._maps))]
         return mapped

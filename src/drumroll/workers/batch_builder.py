@@ -18,7 +18,7 @@ from drumroll.sample import Group, Version
 Memory = dict[str, Any]
 
 
-class Desk:
+class BatchBuilder:
     """Turns groups into batches, and batches into work."""
 
     def __init__(self, algorithm: Algorithm) -> None:

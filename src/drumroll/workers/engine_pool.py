@@ -11,28 +11,28 @@ from collections.abc import Awaitable, Callable, Collection
 
 from drumroll.engines import Completion, Engine, EngineLost, Request
 from drumroll.engines.router import Router
-from drumroll.placement.devices import Place
-from drumroll.workers.group import MortalGroup
+from drumroll.placement.devices import DeviceSet
+from drumroll.workers.group import ReplaceableGroup
 from drumroll.workers.server import WorkerLost
 
 
-class Fleet:
+class EnginePool:
     """Engines that come and go. `prepare` brings a new one to the present state before it gets work."""
 
     def __init__(
         self,
-        group: MortalGroup[Engine],
+        group: ReplaceableGroup[Engine],
         router: Router,
-        turns: asyncio.Lock,
+        lock: asyncio.Lock,
         *,
         trained: Collection[int] = (),
         replaces: bool = True,
-        elsewhere: Callable[[Place], Place] = lambda place: place,
+        elsewhere: Callable[[DeviceSet], DeviceSet] = lambda devices: devices,
         prepare: Callable[[], Awaitable[None]] | None = None,
         notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`trained`: devices that training uses; `elsewhere`: where to start an engine anew, given where it was."""
-        self.group, self.router, self.turns, self.trained = group, router, turns, frozenset(trained)
+        self.group, self.router, self.lock, self.trained = group, router, lock, frozenset(trained)
         self.replaces, self.elsewhere, self.prepare, self.notify = replaces, elsewhere, prepare, notify
         self.lost: set[int] = set()
         self._lives = [0] * group.size
@@ -66,7 +66,7 @@ class Fleet:
 
     def sharing(self) -> list[int]:
         """The engines on devices that training uses, as they lie now; those that are being replaced too."""
-        return [rank for rank, place in enumerate(self.group.places) if self._trains(place)]
+        return [rank for rank, devices in enumerate(self.group.device_sets) if self._trains(devices)]
 
     async def rest(self) -> None:
         """Leave the devices that train: what runs there is interrupted and goes on elsewhere, or later."""
@@ -82,8 +82,8 @@ class Fleet:
             self.router.back(self._name(rank))
         self._resting = []
 
-    def _trains(self, place: Place) -> bool:
-        return any(device.index in self.trained for device in place)
+    def _trains(self, devices: DeviceSet) -> bool:
+        return any(device.index in self.trained for device in devices)
 
     # --- coming and going ---
 
@@ -124,12 +124,12 @@ class Fleet:
 
     async def _revive(self, rank: int) -> None:
         """Nobody waits while an engine starts on a device of its own; one on a device that trains starts in its turn."""
-        place = self.elsewhere(self.group.places[rank])
-        if not self._trains(place):
-            await self.group.replace(rank, place)
-        async with self.turns:
-            if self._trains(place):
-                await self.group.replace(rank, place)
+        devices = self.elsewhere(self.group.device_sets[rank])
+        if not self._trains(devices):
+            await self.group.replace(rank, devices)
+        async with self.lock:
+            if self._trains(devices):
+                await self.group.replace(rank, devices)
             self.lost.discard(rank)
             if self.prepare is not None:
                 await self.prepare()

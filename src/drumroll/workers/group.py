@@ -14,8 +14,8 @@ from enum import StrEnum
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from drumroll.errors import Interrupted, PeerFailed
-from drumroll.placement.devices import Place
-from drumroll.processes.threads import Turns
+from drumroll.placement.devices import DeviceSet
+from drumroll.processes.threads import SerialExecutor
 from drumroll.workers.server import WorkerLost
 
 W = TypeVar("W")
@@ -36,7 +36,7 @@ class Role(StrEnum):
     CRITIC = "critic"
     JUDGE = "judge"
     REWARD_MODEL = "reward_model"
-    DESK = "desk"
+    BATCH_BUILDER = "batch_builder"
     REWARD = "reward"
 
 
@@ -90,18 +90,18 @@ class WorkerGroup(ABC, Generic[W]):
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-class MortalGroup(WorkerGroup[W]):
-    """Workers in processes that may die, each in its place."""
+class ReplaceableGroup(WorkerGroup[W]):
+    """Workers in processes that may die, each on its devices."""
 
-    places: list[Place]
+    device_sets: list[DeviceSet]
 
     @abstractmethod
     async def lost(self, rank: int) -> WorkerLost:
         """Wait until a worker's process is gone; says how."""
 
     @abstractmethod
-    async def replace(self, rank: int, place: Place | None = None) -> None:
-        """Make a worker anew in a new process, in its place or another; what runs in the old one is lost."""
+    async def replace(self, rank: int, devices: DeviceSet | None = None) -> None:
+        """Make a worker anew in a new process, on its devices or others; what runs in the old one is lost."""
 
     @abstractmethod
     def kill(self, rank: int) -> None:
@@ -140,13 +140,13 @@ class LocalGroup(WorkerGroup[W]):
     def __init__(self, role: Role, workers: Sequence[W]) -> None:
         super().__init__(role, len(workers))
         self.workers = list(workers)
-        self._turns = [Turns(f"{role}-{rank}") for rank in range(len(workers))]
+        self._executors = [SerialExecutor(f"{role}-{rank}") for rank in range(len(workers))]
 
     async def _send(self, rank: int, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         function = getattr(self.workers[rank], method)
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
-        return await asyncio.wrap_future(self._turns[rank].submit(lambda: function(*args, **kwargs)))
+        return await asyncio.wrap_future(self._executors[rank].submit(lambda: function(*args, **kwargs)))
 
     async def close(self) -> None:
         for worker in self.workers:

@@ -26,7 +26,7 @@ from drumroll.processes.pool import KillablePool
 from drumroll.rewards.judge_client import open_judge
 from drumroll.rewards.model import RewardModel
 from drumroll.sample import Version
-from drumroll.workers.batch_builder import Desk
+from drumroll.workers.batch_builder import BatchBuilder
 from drumroll.workers.group import LocalGroup, Role
 from drumroll.workers.roles import (
     make_actor,
@@ -61,7 +61,7 @@ class LocalWorkers(Workers):
         self.router = Router(rl.rollout.engine_timeout) if rl else Router()
         _join(self.router, self.rollout, engines)
         algorithm = open_algorithm(config)
-        self.desk = LocalGroup(Role.DESK, [Desk(algorithm)])
+        self.batch_builder = LocalGroup(Role.BATCH_BUILDER, [BatchBuilder(algorithm)])
         self.needs = algorithm.needs
         if rl is not None and REFERENCE in self.needs:
             self.reference = self.actor if adapters_off(rl) else LocalGroup(Role.REFERENCE, [make_reference(rl)])
@@ -115,7 +115,7 @@ class LocalWorkers(Workers):
     @override
     async def close(self) -> None:
         await super().close()
-        for group in (self.rollout, self.actor, self.critic, self.reference, self.teacher, self.desk):
+        for group in (self.rollout, self.actor, self.critic, self.reference, self.teacher, self.batch_builder):
             if group is not None:
                 await group.close()
 

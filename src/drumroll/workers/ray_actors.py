@@ -22,11 +22,11 @@ from typing import Any, ClassVar, Concatenate, cast
 from typing_extensions import override
 
 from drumroll.errors import DrumrollError, MissingExtra
-from drumroll.placement.devices import Device, Kind, Place, Pool, ranges
+from drumroll.placement.devices import Device, DeviceSet, Kind, Pool, ranges
 from drumroll.processes import lifeline
 from drumroll.processes.rendezvous import address_of
-from drumroll.workers.group import MortalGroup, P, R, Role, T, W
-from drumroll.workers.server import About, Failure, Host, WorkerError, WorkerLost, WorkerTimeout
+from drumroll.workers.group import P, R, ReplaceableGroup, Role, T, W
+from drumroll.workers.server import About, Failure, WorkerError, WorkerLost, WorkerServer, WorkerTimeout
 
 try:
     import ray
@@ -63,7 +63,7 @@ class ClusterError(DrumrollError):
     """A Ray cluster that cannot be joined, or that lacks what the run asks for."""
 
 
-class _Host(Host):
+class _Host(WorkerServer):
     @override
     async def open(self, factory: Callable[[], Any]) -> About | Failure:
         about = await super().open(factory)
@@ -126,52 +126,54 @@ class RayRuntime:
         """Bundle by device. Ray packs bundles as it likes; here the pool's fullest node becomes the one with most of them."""
         order = {node["NodeID"]: n for n, node in enumerate(_nodes())}
         placed: dict[int, str] = placement_group_table(self.bundles)["bundles_to_node_id"]
-        place: dict[int, int] = {}
+        bundle_of: dict[int, int] = {}
         for shape in {(d.kind, d.threads) for d in self.pool.devices}:
             alike = [d for d in self.pool.devices if (d.kind, d.threads) == shape]
             asked = Counter(d.node for d in alike)
             given = Counter(placed[d.index] for d in alike)
             devices = sorted(alike, key=lambda d: (-asked[d.node], d.node, d.local))
             bundles = sorted(alike, key=lambda d: (-given[placed[d.index]], order[placed[d.index]], d.index))
-            place |= {device.index: bundle.index for device, bundle in zip(devices, bundles, strict=True)}
-        return place
+            bundle_of |= {device.index: bundle.index for device, bundle in zip(devices, bundles, strict=True)}
+        return bundle_of
 
-    def options(self, place: Place) -> dict[str, Any]:
-        """How Ray is to start a worker in a place. On several GPUs it sits in the bundle of the first and sees all."""
+    def options(self, devices: DeviceSet) -> dict[str, Any]:
+        """How Ray is to start a worker on its devices. On several GPUs it sits in the bundle of the first and sees all."""
         common = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": CALLS}
-        if not place:
+        if not devices:
             return common | {"scheduling_strategy": "SPREAD"}
-        if len({self._node_of(device) for device in place}) > 1:
-            where = ranges([device.index for device in place])
+        if len({self._node_of(device) for device in devices}) > 1:
+            where = ranges([device.index for device in devices])
             raise ClusterError(
                 f"Devices {where} are to work as one engine, but lie on several machines; use smaller parallel sizes."
             )
         env = {
-            "OMP_NUM_THREADS": str(place[0].threads),
+            "OMP_NUM_THREADS": str(devices[0].threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # those who wait leave the cores to others
             "RAY_kill_child_processes_on_worker_exit": "false",  # Python's tracker frees vLLM's shared memory after its processes
         }
-        if place[0].kind is Kind.CPU:
+        if devices[0].kind is Kind.CPU:
             env["CUDA_VISIBLE_DEVICES"] = ""
-        elif len(place) > 1:
-            env |= {"CUDA_VISIBLE_DEVICES": self._seen_by(place), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        return common | {"runtime_env": {"env_vars": env}} | self._on(place[0])
+        elif len(devices) > 1:
+            env |= {"CUDA_VISIBLE_DEVICES": self._seen_by(devices), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        return common | {"runtime_env": {"env_vars": env}} | self._on(devices[0])
 
     def _on(self, device: Device) -> dict[str, Any]:
         """What puts a worker into a device's bundle."""
         bundle = PlacementGroupSchedulingStrategy(self.bundles, placement_group_bundle_index=self._bundle[device.index])
         return {"num_gpus": SHARE if device.kind is Kind.CUDA else 0, "scheduling_strategy": bundle}
 
-    def _seen_by(self, place: Place) -> str:
-        """The GPUs of a place as their machine counts them, which Ray tells only to those who run there."""
-        new = [device for device in place if device.index not in self._gpus]
+    def _seen_by(self, devices: DeviceSet) -> str:
+        """The GPUs of a device set as their machine counts them, which Ray tells only to those who run there."""
+        new = [device for device in devices if device.index not in self._gpus]
         asked = [GPU.options(num_cpus=0, **self._on(device)).remote() for device in new]
         try:
             told: list[str] = ray.get(asked, timeout=self._patience)
         except RayError as error:
-            raise ClusterError(f"The GPUs of devices {ranges([d.index for d in place])} could not be asked: {error}") from error
+            raise ClusterError(
+                f"The GPUs of devices {ranges([d.index for d in devices])} could not be asked: {error}"
+            ) from error
         self._gpus |= {device.index: gpu for device, gpu in zip(new, told, strict=True)}
-        return ",".join(self._gpus[device.index] for device in place)
+        return ",".join(self._gpus[device.index] for device in devices)
 
     def host_of(self, device: Device | None = None) -> str:
         """The address of a device's machine (without one, of ours) for every store and group of the run."""
@@ -288,24 +290,24 @@ def pool_of_cluster(kind: str = "auto", count: int | None = None, threads: int =
 
 
 @dataclass(slots=True)
-class _Seat:
-    """A rank's actor. `turn` keeps calls in order, which Ray does not for actors with coroutines."""
+class _Actor:
+    """A rank's actor. `order` keeps calls in order, which Ray does not for actors with coroutines."""
 
     host: Any
     opened: Any
     about: About | None = None
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class RayGroup(MortalGroup[W]):
-    """Workers in actors, one per factory and place. Arguments may be references, from `put` or `keep`."""
+class RayGroup(ReplaceableGroup[W]):
+    """Workers in actors, one per factory and device set. Arguments may be references, from `put` or `keep`."""
 
     def __init__(
         self,
         runtime: RayRuntime,
         role: Role,
         factories: Sequence[Callable[[], Any]],
-        places: Sequence[Place] | None = None,
+        device_sets: Sequence[DeviceSet] | None = None,
         *,
         urgent: Collection[str] = (),
         deadline: float = 3600.0,
@@ -314,15 +316,15 @@ class RayGroup(MortalGroup[W]):
         """Starts the actors and returns; `urgent` methods do not wait for others; `then` ends the sentence of a loss."""
         super().__init__(role, len(factories))
         self.runtime, self.factories, self.deadline, self.then = runtime, list(factories), deadline, then
-        self.places = list(places) if places is not None else [()] * self.size
-        assert len(self.places) == self.size, f"{role} has {self.size} factories, got {len(self.places)} places"
+        self.device_sets = list(device_sets) if device_sets is not None else [()] * self.size
+        assert len(self.device_sets) == self.size, f"{role} has {self.size} factories, got {len(self.device_sets)} device sets"
         self._urgent = frozenset(urgent)
-        self._seats = [self._seat(rank) for rank in range(self.size)]
+        self._actors = [self._start(rank) for rank in range(self.size)]
         runtime.groups.append(self)
 
-    def _seat(self, rank: int) -> _Seat:
-        host = ACTOR.options(**self.runtime.options(self.places[rank])).remote(self._urgent)
-        return _Seat(host, host.open.remote(self.factories[rank]))
+    def _start(self, rank: int) -> _Actor:
+        host = ACTOR.options(**self.runtime.options(self.device_sets[rank])).remote(self._urgent)
+        return _Actor(host, host.open.remote(self.factories[rank]))
 
     async def ready(self) -> None:
         """Wait until every worker is made; raises what its factory raised."""
@@ -350,20 +352,20 @@ class RayGroup(MortalGroup[W]):
         return cast(T, ray.put(value))
 
     async def _answer(self, rank: int, method: str, submit: Callable[[Any], Any] | None) -> Any:
-        """Submit a call when it is its turn, and wait for the answer; the deadline counts from now."""
-        seat, ref, answer = self._seats[rank], None, None
+        """Submit a call when it is its order, and wait for the answer; the deadline counts from now."""
+        actor, ref, answer = self._actors[rank], None, None
         who = f"{self.role} rank {rank}"
         try:
             async with asyncio.timeout(self.deadline):
-                if seat.about is None:
-                    answer = await seat.opened
-                    seat.about = answer if isinstance(answer, About) else None
-                if seat.about is not None and submit is not None:
-                    if method in seat.about.free:
-                        answer = await (ref := submit(seat.host))
+                if actor.about is None:
+                    answer = await actor.opened
+                    actor.about = answer if isinstance(answer, About) else None
+                if actor.about is not None and submit is not None:
+                    if method in actor.about.free:
+                        answer = await (ref := submit(actor.host))
                     else:
-                        async with seat.turn:
-                            answer = await (ref := submit(seat.host))
+                        async with actor.order:
+                            answer = await (ref := submit(actor.host))
         except (TimeoutError, asyncio.CancelledError) as error:
             if ref is not None:
                 ray.cancel(ref)
@@ -371,7 +373,7 @@ class RayGroup(MortalGroup[W]):
                 raise WorkerTimeout(f"{who} did not answer {method} in {self.deadline:g} s.") from None
             raise
         except RayActorError as error:
-            raise self._gone(rank, seat, error) from None
+            raise self._gone(rank, actor, error) from None
         except RayError as error:  # an argument or result that cannot be pickled, or was lost on the way
             cause = getattr(error, "cause", None) or error
             raise WorkerError(f"{who}, {method}: {type(cause).__name__}: {cause}", str(error)) from None
@@ -379,42 +381,42 @@ class RayGroup(MortalGroup[W]):
             answer.throw(f"{who}, {method}")
         return answer
 
-    def _gone(self, rank: int, seat: _Seat, error: RayActorError) -> WorkerLost:
-        return WorkerLost(self.role, rank, _why(str(error), seat.about.log if seat.about else ""), self.then)
+    def _gone(self, rank: int, actor: _Actor, error: RayActorError) -> WorkerLost:
+        return WorkerLost(self.role, rank, _why(str(error), actor.about.log if actor.about else ""), self.then)
 
     @override
     async def lost(self, rank: int) -> WorkerLost:  # without polling
-        seat = self._seats[rank]
-        watch = seat.host.alive.remote()
+        actor = self._actors[rank]
+        watch = actor.host.alive.remote()
         try:
             await watch
         except RayActorError as error:
-            return self._gone(rank, seat, error)
+            return self._gone(rank, actor, error)
         finally:
             ray.cancel(watch)
         raise AssertionError("alive() returned")
 
     @override
     def kill(self, rank: int) -> None:
-        ray.kill(self._seats[rank].host)
+        ray.kill(self._actors[rank].host)
 
     @override
-    async def replace(self, rank: int, place: Place | None = None) -> None:
+    async def replace(self, rank: int, devices: DeviceSet | None = None) -> None:
         self.kill(rank)
-        self.places[rank] = place or self.places[rank]
-        self._seats[rank] = self._seat(rank)
+        self.device_sets[rank] = devices or self.device_sets[rank]
+        self._actors[rank] = self._start(rank)
         await self._answer(rank, "start", None)
 
     async def close(self) -> None:
         if self in self.runtime.groups:
             self.runtime.groups.remove(self)
-            await asyncio.gather(*(self._end(seat) for seat in self._seats))
+            await asyncio.gather(*(self._end(actor) for actor in self._actors))
 
-    async def _end(self, seat: _Seat) -> None:
-        if seat.about is not None:
+    async def _end(self, actor: _Actor) -> None:
+        if actor.about is not None:
             with suppress(TimeoutError, RayError):
-                await asyncio.wait_for(seat.host.call.remote("close"), FAREWELL)
-        ray.kill(seat.host)
+                await asyncio.wait_for(actor.host.call.remote("close"), FAREWELL)
+        ray.kill(actor.host)
 
 
 def _why(error: str, log: str) -> str:

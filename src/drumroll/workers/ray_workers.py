@@ -20,12 +20,12 @@ from drumroll.processes.pool import KillablePool, RemoteError
 from drumroll.registry import search
 from drumroll.rewards.model import Classifier
 from drumroll.sample import Version
-from drumroll.weights import Packing, Parcel, Receiver, Sender, settle
+from drumroll.weights import Packing, Receiver, Sender, WeightManifest, settle
 from drumroll.weights.broadcast import BroadcastReceiver, BroadcastSender, Meeting
-from drumroll.weights.choice import Carrier
+from drumroll.weights.choice import Transport
 from drumroll.weights.shared_memory import SharedReceiver, SharedSender
 from drumroll.workers import roles
-from drumroll.workers.batch_builder import Desk
+from drumroll.workers.batch_builder import BatchBuilder
 from drumroll.workers.ray_actors import RayGroup
 from drumroll.workers.runtime import configure_torch, open_algorithm
 from drumroll.workers.server import WorkerLost
@@ -34,10 +34,10 @@ Meet = tuple[str, int, Sequence[str]]
 """Where ranks meet: host and port of their store, and the address of each rank."""
 
 
-def make_seat(
+def make_worker(
     make: str, config: AnyConfig, device: Device, rank: int, count: int, meeting: Meet | None = None
-) -> LearnerSeat | EngineSeat | Classifier:
-    """Make the worker of a role in this process, which sees the GPUs of its own place only; `device` is the first of it."""
+) -> LearnerWorker | EngineWorker | Classifier:
+    """Make the worker of a role in this process, which sees its own GPUs only; `device` is the first of it."""
     search(config.import_from)
     configure_torch(config, device.threads)
     where = "cuda" if device.kind is Kind.CUDA else "cpu"
@@ -47,7 +47,7 @@ def make_seat(
     on = {name: section.model_copy(update={"device": where}) for name, section in sections.items() if section is not None}
     config = config.model_copy(update={"roles": config.roles.model_copy(update=on)})
     if make in ("make_engine", "make_judge"):
-        return EngineSeat(getattr(roles, make)(config), config)
+        return EngineWorker(getattr(roles, make)(config), config)
     if make == "make_reward_model":
         return roles.make_reward_model(config)
     ranks = Ranks(rank, count)
@@ -56,16 +56,16 @@ def make_seat(
         seconds = config.cluster.collective_timeout
         patience = max(seconds, config.cluster.start_timeout)  # processes of one group may start minutes apart
         ranks = Ranks.meet(rank, count, host, port, device=where, seconds=seconds, address=addresses[rank], patience=patience)
-    return LearnerSeat(getattr(roles, make)(config, ranks))
+    return LearnerWorker(getattr(roles, make)(config, ranks))
 
 
-def make_desk(config: AnyConfig) -> Desk:
-    """The desk, which looks a user's own parts up as every worker does."""
+def make_batch_builder(config: AnyConfig) -> BatchBuilder:
+    """The batch builder, which looks a user's own parts up as every worker does."""
     search(config.import_from)
-    return Desk(open_algorithm(config))
+    return BatchBuilder(open_algorithm(config))
 
 
-class LearnerSeat:
+class LearnerWorker:
     """A learner; the actor's first rank sends weights. All else is the learner's own."""
 
     def __init__(self, learner: Any) -> None:
@@ -75,20 +75,20 @@ class LearnerSeat:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["learner"], name)
 
-    def open_bus(self, carrier: Carrier, run: str, packing: Packing, size: int, address: str) -> Meeting | None:
+    def open_transport(self, transport: Transport, run: str, packing: Packing, size: int, address: str) -> Meeting | None:
         """Be ready to send to so many, ourselves counted, from our address; what we had before is closed. None: they need not meet."""
         if self._sender is not None:
             with suppress(Exception):
                 self._sender.close()
-        if carrier.kind == "shared":
+        if transport.kind == "shared":
             self._sender = SharedSender(run, packing)
             return None
         settle(self.learner.working)
-        sender = BroadcastSender(Meeting(carrier.host, 0, size, carrier.device, seconds=120.0), packing, address=address)
+        sender = BroadcastSender(Meeting(transport.host, 0, size, transport.device, seconds=120.0), packing, address=address)
         self._sender = sender
         return sender.meeting
 
-    def send(self) -> Parcel:
+    def send(self) -> WeightManifest:
         """Offer the weights as they are; the count of updates is their version."""
         assert self._sender is not None
         return self._sender.send(self.learner.step, self.learner.weights().items())
@@ -107,7 +107,7 @@ class LearnerSeat:
         return os.getpid()
 
 
-class EngineSeat:
+class EngineWorker:
     """An engine that receives weights."""
 
     def __init__(self, engine: Engine, config: AnyConfig) -> None:
@@ -118,24 +118,24 @@ class EngineSeat:
     async def generate(self, request: Request) -> Completion:
         return await self.engine.generate(request)
 
-    def open_bus(self, meeting: Meeting | None, place: int, address: str) -> None:
+    def open_transport(self, meeting: Meeting | None, index: int, address: str) -> None:
         """Be ready to receive at our address."""
         if self._receiver is not None:
             with suppress(Exception):
                 self._receiver.close()
-        self._receiver = SharedReceiver() if meeting is None else BroadcastReceiver(meeting, place, address)
+        self._receiver = SharedReceiver() if meeting is None else BroadcastReceiver(meeting, index, address)
 
-    def receive(self, parcel: Parcel, *, recompute: bool) -> None:
-        """Switch to the weights of a parcel between two tokens."""
+    def receive(self, manifest: WeightManifest, *, recompute: bool) -> None:
+        """Switch to the weights of a manifest between two tokens."""
         assert self._receiver is not None
-        weights = dict(self._receiver.receive(parcel))
+        weights = dict(self._receiver.receive(manifest))
         if self._lora is not None:
             from drumroll.engines.vllm import VllmEngine
 
             assert isinstance(self.engine, VllmEngine)
-            self.engine.load_adapter(parcel.version, weights, peft_config(self._lora), recompute=recompute)
+            self.engine.load_adapter(manifest.version, weights, peft_config(self._lora), recompute=recompute)
         else:
-            self.engine.load(parcel.version, weights, recompute=recompute)
+            self.engine.load(manifest.version, weights, recompute=recompute)
 
     def sleep(self) -> None:
         self.engine.sleep()
@@ -167,7 +167,7 @@ class EngineSeat:
         self.engine.close()
 
 
-class PoolSeat:
+class RewardWorker:
     """One process for rewards that can be killed, on whatever machine this actor is."""
 
     def __init__(self) -> None:
@@ -183,12 +183,12 @@ class PoolSeat:
             await self.pool.close()
 
 
-class RemotePool:
+class RewardPool:
     """`KillablePool` over actors: the same calls, on the machines of a cluster."""
 
     def __init__(
         self,
-        group: RayGroup[PoolSeat],
+        group: RayGroup[RewardWorker],
         search: list[str],
         notify: Callable[[str], None] = lambda text: None,
         struck: Counter[str] | None = None,
@@ -207,7 +207,7 @@ class RemotePool:
             async with self._places:
                 rank = self._free.pop()
                 try:
-                    return await self.group.call(rank, PoolSeat.run, path, arguments, seconds, cpu, self.search)
+                    return await self.group.call(rank, RewardWorker.run, path, arguments, seconds, cpu, self.search)
                 except WorkerLost as lost:
                     self.restarts += 1
                     self.notify(str(lost))
@@ -218,7 +218,7 @@ class RemotePool:
                     self.struck["cpu"] += 1
                     raise
                 except BaseException as error:
-                    self.restarts += 1  # `PoolSeat` has killed the process
+                    self.restarts += 1  # `RewardWorker` has killed the process
                     self.struck["wall"] += isinstance(error, TimeoutError)
                     raise
                 finally:

@@ -21,7 +21,7 @@ from drumroll.rewards import Pool
 from drumroll.rewards.judge_client import Judge
 from drumroll.rewards.model import RewardModel
 from drumroll.sample import Version
-from drumroll.workers.batch_builder import Desk
+from drumroll.workers.batch_builder import BatchBuilder
 from drumroll.workers.group import WorkerGroup
 
 
@@ -30,7 +30,7 @@ class Workers(ABC):
 
     actor: WorkerGroup[Learner]
     rollout: WorkerGroup[Engine]
-    desk: WorkerGroup[Desk]
+    batch_builder: WorkerGroup[BatchBuilder]
     reference: WorkerGroup[Learner] | None = None
     teacher: WorkerGroup[Learner] | None = None
     critic: WorkerGroup[Learner] | None = None
@@ -86,9 +86,9 @@ async def open_workers(config: AnyConfig) -> Workers:
     """Start all roles on the config's runtime. From here on the user's modules can be imported."""
     search(config.import_from)
     if config.cluster.runtime == "ray":
-        from drumroll.workers.ray import open_remote
+        from drumroll.workers.ray import open_ray
 
-        return await open_remote(config)
+        return await open_ray(config)
     from drumroll.workers.local import LocalWorkers
 
     return LocalWorkers(config)

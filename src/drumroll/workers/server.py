@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 from drumroll.errors import DrumrollError
-from drumroll.processes.threads import Turns
+from drumroll.processes.threads import SerialExecutor
 
 
 class WorkerLost(DrumrollError):
@@ -88,12 +88,12 @@ class About:
     free: frozenset[str]
 
 
-class Host:
+class WorkerServer:
     """Owns one worker. Coroutines run on the loop, urgent methods there at once, all others on one thread in order."""
 
     def __init__(self, urgent: frozenset[str]) -> None:
         self.urgent = urgent
-        self.turns = Turns("worker")
+        self.executor = SerialExecutor("worker")
         self.worker: Any = None
 
     async def open(self, factory: Callable[[], Any]) -> About | Failure:
@@ -127,7 +127,7 @@ class Host:
         if urgent:
             return _attempt(function, args, kwargs)
         if not inspect.iscoroutinefunction(function):
-            return await asyncio.wrap_future(self.turns.submit(partial(_attempt, function, args, kwargs)))
+            return await asyncio.wrap_future(self.executor.submit(partial(_attempt, function, args, kwargs)))
         try:
             return await function(*args, **kwargs)
         except asyncio.CancelledError:

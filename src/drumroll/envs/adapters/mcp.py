@@ -30,7 +30,7 @@ CLOSING = 10.0
 T = TypeVar("T")
 
 
-class Line:
+class ServerConnection:
     """One connection to a server."""
 
     def __init__(self, server: str, env: dict[str, str] | None, seconds: float) -> None:
@@ -121,10 +121,10 @@ async def _there(work: Coroutine[Any, Any, T]) -> T:
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
 
 
-_shared: dict[tuple[Any, ...], asyncio.Task[Line]] = {}
+_shared: dict[tuple[Any, ...], asyncio.Task[ServerConnection]] = {}
 
 
-async def _one(server: str, env: dict[str, str] | None, seconds: float) -> Line:
+async def _one(server: str, env: dict[str, str] | None, seconds: float) -> ServerConnection:
     """The shared connection; whoever asks first opens it, and one that failed is opened anew."""
     key = (server, tuple(sorted((env or {}).items())))
     if key not in _shared or (_shared[key].done() and (_shared[key].cancelled() or _shared[key].exception())):
@@ -132,10 +132,10 @@ async def _one(server: str, env: dict[str, str] | None, seconds: float) -> Line:
     return await asyncio.shield(_shared[key])
 
 
-async def _opened(server: str, env: dict[str, str] | None, seconds: float) -> Line:
-    line = Line(server, env, seconds)
-    await line.open()
-    return line
+async def _opened(server: str, env: dict[str, str] | None, seconds: float) -> ServerConnection:
+    connection = ServerConnection(server, env, seconds)
+    await connection.open()
+    return connection
 
 
 async def _close_all() -> None:
@@ -158,24 +158,24 @@ class Mcp(ToolEpisode):
     ) -> None:
         super().__init__(**settings)
         self.server, self.env, self.seconds, self.shared = name, env, seconds, shared
-        self.line: Line | None = None
+        self.connection: ServerConnection | None = None
         self.closed = False
 
     async def reset(self, seed: int, **row: Any) -> list[Message]:
         """Connect, and show the server's tools and the row's task."""
-        self.line = await _there((_one if self.shared else _opened)(self.server, self.env, self.seconds))
+        self.connection = await _there((_one if self.shared else _opened)(self.server, self.env, self.seconds))
         if self.closed:  # nobody waited for it
             self.close()
-        self.schemas = self.line.schemas
+        self.schemas = self.connection.schemas
         return self.begin(seed, row)
 
     @override
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        assert self.line is not None
-        return await _there(self.line.call(name, arguments))
+        assert self.connection is not None
+        return await _there(self.connection.call(name, arguments))
 
     @override
     def close(self) -> None:
         self.closed = True
-        if self.line is not None and not self.shared:
-            asyncio.run_coroutine_threadsafe(self.line.close(), _loop())
+        if self.connection is not None and not self.shared:
+            asyncio.run_coroutine_threadsafe(self.connection.close(), _loop())

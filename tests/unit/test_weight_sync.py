@@ -1,4 +1,4 @@
-"""The weight bus: what is sent is what is received, by every carrier, between real processes."""
+"""The weight bus: what is sent is what is received, by every transport, between real processes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drumroll.errors import ConfigError
-from drumroll.weights import BusError, Corrupted, Entry, Local, Packing, Receiver, Sender, WrongVersion, settle, unpack
+from drumroll.weights import Corrupted, Entry, Local, Packing, Receiver, Sender, WeightSyncError, WrongVersion, settle, unpack
 from drumroll.weights.broadcast import IN_FLIGHT, BroadcastReceiver, BroadcastSender, Meeting, _Header
-from drumroll.weights.choice import Carrier, End, choose
+from drumroll.weights.choice import End, Transport, choose
 from drumroll.weights.shared_memory import SharedReceiver, SharedSender
 
 DTYPES = [
@@ -59,7 +59,7 @@ def assert_same(found: Weights, expected: Weights) -> None:
         assert (found[name].dtype, found[name].shape, raw(found[name])) == (tensor.dtype, tensor.shape, raw(tensor)), name
 
 
-# --- another process, asked through a pipe; the parcel travels pickled, as by any RPC ---
+# --- another process, asked through a pipe; the manifest travels pickled, as by any RPC ---
 
 
 def serve(calls: Connection) -> None:
@@ -80,7 +80,7 @@ def serve(calls: Connection) -> None:
             elif name == "drop":
                 held = {}
             calls.send({name: (t.dtype, t.shape, raw(t)) for name, t in held.items()})
-        except BusError as error:
+        except WeightSyncError as error:
             calls.send(error)
 
 
@@ -177,8 +177,8 @@ def numbers(value: float, names: str = "ab") -> Weights:
 
 def test_local_hands_over_the_tensors_themselves():
     bus, weights = Local(), mixed()
-    parcel = bus.send(1, weights.items())
-    assert all(tensor is weights[name] for name, tensor in bus.receive(parcel))
+    manifest = bus.send(1, weights.items())
+    assert all(tensor is weights[name] for name, tensor in bus.receive(manifest))
 
 
 # --- shared memory ---
@@ -222,10 +222,10 @@ def test_shared_memory_is_read_by_two_processes_and_used_again(
     readers = [engines(), engines()]
     tokens = set()
     for version in range(5):
-        parcel = sender.send(version, numbers(version).items())
-        tokens.add(parcel.token)
+        manifest = sender.send(version, numbers(version).items())
+        tokens.add(manifest.token)
         for reader in readers:
-            assert reader("hold", parcel) == shown(numbers(version))
+            assert reader("hold", manifest) == shown(numbers(version))
             reader("drop")
     assert len(tokens) == 2
 
@@ -243,37 +243,37 @@ def test_what_a_reader_holds_is_not_overwritten(shared: tuple[SharedSender, Shar
 
 def test_the_version_before_the_newest_can_be_fetched_an_older_one_is_refused(shared: tuple[SharedSender, SharedReceiver]):
     sender, receiver = shared
-    parcels = [sender.send(version, numbers(version).items()) for version in range(3)]
+    manifests = [sender.send(version, numbers(version).items()) for version in range(3)]
     for version in (1, 2):
-        assert_same(dict(receiver.receive(parcels[version])), numbers(version))
+        assert_same(dict(receiver.receive(manifests[version])), numbers(version))
     with pytest.raises(WrongVersion, match="announces version 0, its memory holds 2"):
-        receiver.receive(parcels[0])
+        receiver.receive(manifests[0])
 
 
 def test_a_half_written_version_is_never_given_out(shared: tuple[SharedSender, SharedReceiver]):
     sender, receiver = shared
-    parcel = sender.send(0, numbers(0).items())
+    manifest = sender.send(0, numbers(0).items())
     sender.send(1, numbers(1).items())
 
     def breaking() -> Iterator[tuple[str, Tensor]]:
         yield "a", torch.zeros(300)
         with pytest.raises(WrongVersion, match="being overwritten"):
-            receiver.receive(parcel)
+            receiver.receive(manifest)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         sender.send(2, breaking())
     with pytest.raises(WrongVersion, match="holds -1"):
-        receiver.receive(parcel)
+        receiver.receive(manifest)
     assert_same(dict(receiver.receive(sender.send(3, numbers(3).items()))), numbers(3))
 
 
 def test_a_changed_byte_is_found_and_its_tensor_named(run: str):
     sender, receiver = SharedSender(run, Packing(checksum=True)), SharedReceiver()
-    parcel = sender.send(0, numbers(0, "abc").items())
-    sender._segments[0].data[parcel.manifest[1].begin + 17] ^= 1
+    manifest = sender.send(0, numbers(0, "abc").items())
+    sender._segments[0].data[manifest.entries[1].begin + 17] ^= 1
     with pytest.raises(Corrupted, match="'b'"):
-        dict(receiver.receive(parcel))
+        dict(receiver.receive(manifest))
     sender.close()
     receiver.close()
 
@@ -314,7 +314,7 @@ def test_a_closed_sender_is_told_apart_and_leaves_what_is_held(run: str):
     first, second = (sender.send(version, numbers(version).items()) for version in range(2))
     held = dict(receiver.receive(first))
     sender.close()
-    with pytest.raises(BusError, match="Version 1 is gone"):
+    with pytest.raises(WeightSyncError, match="Version 1 is gone"):
         receiver.receive(second)
     receiver.close()
     assert_same(held, numbers(0))
@@ -322,10 +322,10 @@ def test_a_closed_sender_is_told_apart_and_leaves_what_is_held(run: str):
 
 def test_a_killed_reader_leaves_nothing_behind(run: str, engines: Callable[[], Engine]):
     sender, reader = SharedSender(run), engines()
-    parcels = [sender.send(version, numbers(version).items()) for version in range(2)]
-    reader("hold", parcels[0])
+    manifests = [sender.send(version, numbers(version).items()) for version in range(2)]
+    reader("hold", manifests[0])
     reader.kill()
-    assert sender.send(2, numbers(2).items()).token == parcels[0].token  # its lock went with it
+    assert sender.send(2, numbers(2).items()).token == manifests[0].token  # its lock went with it
     sender.close()
 
 
@@ -339,13 +339,13 @@ def test_a_killed_sender_leaves_nothing_behind(run: str):
     calls, theirs = FORKED.Pipe()
     process = FORKED.Process(target=serve_sender, args=(theirs, run), daemon=True)
     process.start()
-    receiver, parcel = SharedReceiver(), calls.recv()
-    held = dict(receiver.receive(parcel))
+    receiver, manifest = SharedReceiver(), calls.recv()
+    held = dict(receiver.receive(manifest))
     process.kill()
     process.join()
     assert_same(held, numbers(0))
-    with pytest.raises(BusError, match="is gone"):
-        receiver.receive(parcel)
+    with pytest.raises(WeightSyncError, match="is gone"):
+        receiver.receive(manifest)
     receiver.close()
     assert not list(Path("/dev/shm").glob("*drumroll*"))
 
@@ -364,9 +364,9 @@ def meet(
 
 
 def publish(sender: Sender, readers: list[Engine], version: int, weights: Weights, call: str = "hold") -> list[Any]:
-    parcel = pickle.loads(pickle.dumps(sender.send(version, weights.items())))
+    manifest = pickle.loads(pickle.dumps(sender.send(version, weights.items())))
     for reader in readers:
-        reader.ask(call, parcel)
+        reader.ask(call, manifest)
     answers = [reader.answer() for reader in readers]
     sender.wait()
     return answers
@@ -378,7 +378,7 @@ def test_broadcast_to_two_receivers_in_several_buckets(engines: Callable[[], Eng
     assert len(list(sender._buckets(mixed().items()))) > 3
     for version, update in enumerate([mixed(), adapters, {"empty": torch.empty(0)}, {}, mixed()]):
         assert publish(sender, readers, version, update) == [shown(update)] * 2
-    assert sender._link.store.num_keys() < 20  # the headers of old parcels are not kept
+    assert sender._link.store.num_keys() < 20  # the headers of old manifests are not kept
     sender.close()
 
 
@@ -391,33 +391,35 @@ def listening(port: int) -> set[str]:
 def test_the_store_listens_on_its_own_address_only_and_holds_no_code():
     sender = BroadcastSender(Meeting("127.0.0.1", 0, 1))
     assert listening(sender.meeting.port) == {"0100007F"}
-    manifest = (Entry("a.b", torch.bfloat16, (2, 3), 0, 12, 7), Entry("ü", torch.bool, (), 64, 65))
-    for header in (_Header(3, manifest, 65), _Header(3, error="ZeroDivisionError: no")):
+    entries = (Entry("a.b", torch.bfloat16, (2, 3), 0, 12, 7), Entry("ü", torch.bool, (), 64, 65))
+    for header in (_Header(3, entries, 65), _Header(3, error="ZeroDivisionError: no")):
         assert _Header.decode(header.encode().encode()) == header
         json.loads(header.encode())
     sender.close()
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ends", "carrier"),
+    ("wanted", "ends", "transport"),
     [
-        ("auto", [End("a"), End("a")], Carrier("shared", "cpu", "127.0.0.1")),
-        ("auto", [End("a"), End("b")], Carrier("broadcast", "cpu", "a")),
-        ("broadcast", [End("a"), End("a")], Carrier("broadcast", "cpu", "127.0.0.1")),
-        ("auto", [End("a", 0), End("b", 8)], Carrier("broadcast", "cuda:0", "a")),
-        ("auto", [End("a", 0), End("a", 1), End("a", 2)], Carrier("broadcast", "cuda:0", "127.0.0.1")),
-        ("auto", [End("a", 0), End("a", 0)], Carrier("shared", "cpu", "127.0.0.1")),  # NCCL refuses two on one GPU
-        ("auto", [End("a", 0), End("a", 0), End("b", 8)], Carrier("broadcast", "cpu", "a")),
-        ("auto", [End("a", 0), End("b")], Carrier("broadcast", "cpu", "a")),  # a CPU among them
-        ("shared", [End("a", 0), End("a", 1)], Carrier("shared", "cuda:0", "127.0.0.1")),
+        ("auto", [End("a"), End("a")], Transport("shared", "cpu", "127.0.0.1")),
+        ("auto", [End("a"), End("b")], Transport("broadcast", "cpu", "a")),
+        ("broadcast", [End("a"), End("a")], Transport("broadcast", "cpu", "127.0.0.1")),
+        ("auto", [End("a", 0), End("b", 8)], Transport("broadcast", "cuda:0", "a")),
+        ("auto", [End("a", 0), End("a", 1), End("a", 2)], Transport("broadcast", "cuda:0", "127.0.0.1")),
+        ("auto", [End("a", 0), End("a", 0)], Transport("shared", "cpu", "127.0.0.1")),  # NCCL refuses two on one GPU
+        ("auto", [End("a", 0), End("a", 0), End("b", 8)], Transport("broadcast", "cpu", "a")),
+        ("auto", [End("a", 0), End("b")], Transport("broadcast", "cpu", "a")),  # a CPU among them
+        ("shared", [End("a", 0), End("a", 1)], Transport("shared", "cuda:0", "127.0.0.1")),
     ],
 )
-def test_the_carrier_follows_from_where_the_ends_are(wanted: str, ends: list[End], carrier: Carrier):
-    assert choose(wanted, ends) == carrier
+def test_the_carrier_follows_from_where_the_ends_are(wanted: str, ends: list[End], transport: Transport):
+    assert choose(wanted, ends) == transport
 
 
 def test_shared_memory_between_machines_is_refused():
-    with pytest.raises(ConfigError, match=r"cluster.bus: shared reaches one machine only, but actor and engines are on 2"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.weight_sync: shared reaches one machine only, but actor and engines are on 2"
+    ):
         choose("shared", [End("a"), End("b")])
 
 
@@ -433,11 +435,11 @@ def test_buckets_hold_every_tensor_once_and_keep_their_size():
         if settled:
             settle(sent.values())
         assert_same(sent, before)
-        buckets = [(manifest, data.clone()) for manifest, data in sender._buckets(sent.items())]
-        assert [entry.name for manifest, _ in buckets for entry in manifest] == list(sent)
-        assert all(len(data) <= bucket or len(manifest) == 1 for manifest, data in buckets)
-        for manifest, data in buckets:
-            assert_same(dict(unpack(data, manifest)), {entry.name: sent[entry.name] for entry in manifest})
+        buckets = [(entries, data.clone()) for entries, data in sender._buckets(sent.items())]
+        assert [entry.name for entries, _ in buckets for entry in entries] == list(sent)
+        assert all(len(data) <= bucket or len(entries) == 1 for entries, data in buckets)
+        for entries, data in buckets:
+            assert_same(dict(unpack(data, entries)), {entry.name: sent[entry.name] for entry in entries})
 
     check()
     sender.close()
@@ -479,9 +481,9 @@ def test_broadcast_of_another_version_is_refused_and_the_next_arrives(engines: C
 
 def test_a_receiver_that_stops_early_does_not_block_the_others(engines: Callable[[], Engine]):
     sender, readers = meet(engines, 2, bucket=1500)
-    parcel = sender.send(1, numbers(1, "abcdef").items())
-    readers[0].ask("first", parcel)
-    assert readers[1]("hold", parcel) == shown(numbers(1, "abcdef"))
+    manifest = sender.send(1, numbers(1, "abcdef").items())
+    readers[0].ask("first", manifest)
+    assert readers[1]("hold", manifest) == shown(numbers(1, "abcdef"))
     readers[0].answer()
     assert publish(sender, readers, 2, numbers(2)) == [shown(numbers(2))] * 2
     sender.close()
@@ -494,9 +496,9 @@ def test_receivers_learn_that_the_sender_failed(engines: Callable[[], Engine]):
         yield from numbers(0, "abcd").items()
         raise ZeroDivisionError("no more")
 
-    parcel = sender.send(0, breaking())
-    with pytest.raises(BusError, match="ZeroDivisionError: no more"):
-        reader("hold", parcel)
+    manifest = sender.send(0, breaking())
+    with pytest.raises(WeightSyncError, match="ZeroDivisionError: no more"):
+        reader("hold", manifest)
     with pytest.raises(ZeroDivisionError):
         sender.wait()
     assert publish(sender, [reader], 1, numbers(1)) == [shown(numbers(1))]
@@ -508,9 +510,9 @@ def test_the_sender_learns_that_a_receiver_died(engines: Callable[[], Engine]):
     publish(sender, readers, 0, numbers(0))
     readers[0].kill()
     readers[1].ask("hold", sender.send(1, numbers(1).items()))
-    with pytest.raises(BusError, match="did not reach all engines"):
+    with pytest.raises(WeightSyncError, match="did not reach all engines"):
         sender.wait()
-    with suppress(BusError):  # it may have had its part before; it does not wait for the timeout
+    with suppress(WeightSyncError):  # it may have had its part before; it does not wait for the timeout
         readers[1].answer()
     sender.close()
 
@@ -520,9 +522,9 @@ def test_broadcast_corruption_is_found(engines: Callable[[], Engine], monkeypatc
     whole = sender._buckets
 
     def tampered(tensors: Any) -> Iterator[Any]:
-        for manifest, data in whole(tensors):
-            data[manifest[-1].begin] ^= 1
-            yield manifest, data
+        for entries, data in whole(tensors):
+            data[entries[-1].begin] ^= 1
+            yield entries, data
 
     monkeypatch.setattr(sender, "_buckets", tampered)
     with pytest.raises(Corrupted, match="'b'"):

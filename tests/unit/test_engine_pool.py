@@ -12,22 +12,22 @@ from drumroll.engines.router import Router
 from drumroll.models.loading import load
 from drumroll.placement.devices import Kind, Pool
 from drumroll.sample import StopReason
-from drumroll.workers.engine_pool import Fleet
-from drumroll.workers.group import LocalGroup, MortalGroup, Role
+from drumroll.workers.engine_pool import EnginePool
+from drumroll.workers.group import LocalGroup, ReplaceableGroup, Role
 from drumroll.workers.server import WorkerLost
 
 DEVICES = Pool.of([{Kind.CPU: 3}]).devices
 
 
-class Mortals(LocalGroup, MortalGroup):
+class Mortals(LocalGroup, ReplaceableGroup):
     """Real engines in this process; `die` is what the system does to a process."""
 
-    def __init__(self, places):
+    def __init__(self, device_sets):
         self.model = dataclasses.replace(load("tiny-random"), eos=frozenset())  # answers end by their length only
-        super().__init__(Role.ROLLOUT, [self.make() for _ in places])
-        self.places = list(places)
-        self.deaths = [asyncio.Event() for _ in places]
-        self.dead = [""] * len(places)
+        super().__init__(Role.ROLLOUT, [self.make() for _ in device_sets])
+        self.device_sets = list(device_sets)
+        self.deaths = [asyncio.Event() for _ in device_sets]
+        self.dead = [""] * len(device_sets)
         self.gate = asyncio.Event()  # a new process takes its time
         self.gate.set()
         self.made = 0
@@ -52,10 +52,10 @@ class Mortals(LocalGroup, MortalGroup):
         return WorkerLost(self.role, rank, self.dead[rank], "what then")
 
     @override
-    async def replace(self, rank, place=None):
+    async def replace(self, rank, devices=None):
         await self.gate.wait()
         self.made += 1
-        self.places[rank] = place or self.places[rank]
+        self.device_sets[rank] = devices or self.device_sets[rank]
         self.workers[rank], self.dead[rank] = self.make(), ""
         self.deaths[rank].clear()
 
@@ -65,15 +65,21 @@ class Mortals(LocalGroup, MortalGroup):
 
 
 class World:
-    """A fleet, and what was heard of it."""
+    """An engine pool, and what was heard of it."""
 
-    def __init__(self, places, timeout=60.0, **options):
-        self.group, self.router, self.turns, self.heard, self.prepared = Mortals(places), Router(timeout), asyncio.Lock(), [], 0
-        self.fleet = Fleet(self.group, self.router, self.turns, prepare=self.prepare, notify=self.heard.append, **options)
+    def __init__(self, device_sets, timeout=60.0, **options):
+        self.group, self.router, self.lock, self.heard, self.prepared = (
+            Mortals(device_sets),
+            Router(timeout),
+            asyncio.Lock(),
+            [],
+            0,
+        )
+        self.pool = EnginePool(self.group, self.router, self.lock, prepare=self.prepare, notify=self.heard.append, **options)
 
     async def prepare(self):
-        assert self.turns.locked()
-        assert not self.router.routes.keys() & {f"rollout-{rank}" for rank in self.fleet.lost}
+        assert self.lock.locked()
+        assert not self.router.routes.keys() & {f"rollout-{rank}" for rank in self.pool.lost}
         self.prepared += 1
 
     def ask(self, tokens=4):
@@ -81,15 +87,15 @@ class World:
         return asyncio.ensure_future(self.router.generate(request, "k", 0, 60.0, lambda: None))
 
 
-def play(places, story, **options):
+def play(device_sets, story, **options):
     async def main():
-        world = World(places, **options)
-        await world.fleet.start()
+        world = World(device_sets, **options)
+        await world.pool.start()
         try:
             async with asyncio.timeout(60):
                 await story(world)
         finally:
-            world.fleet.close()
+            world.pool.close()
             await world.group.close()
 
     asyncio.run(main())
@@ -103,8 +109,8 @@ async def until(true):
 @pytest.mark.parametrize("shares", [True, False], ids=["shared device", "own device"])
 def test_an_engine_that_dies_while_its_device_trains_comes_back_after_the_update(shares):
     async def story(world):
-        async with world.turns:  # training
-            await world.fleet.rest()
+        async with world.lock:  # training
+            await world.pool.rest()
             world.group.die(0)
             waiting = world.ask()
             await until(lambda: world.heard)
@@ -113,8 +119,8 @@ def test_an_engine_that_dies_while_its_device_trains_comes_back_after_the_update
             assert world.group.made == (0 if shares else 1)  # on a device that trains it is not even loaded
             assert not world.router.routes
             assert world.prepared == 0
-            assert world.fleet.sharing() == ([0] if shares else [])
-            await world.fleet.back()
+            assert world.pool.sharing() == ([0] if shares else [])
+            await world.pool.back()
             assert not world.router.routes
         assert isinstance(await waiting, Completion)
         assert world.prepared == 1
@@ -127,12 +133,12 @@ def test_an_engine_on_a_device_that_trains_rests_and_others_go_on():
     async def story(world):
         running = [world.ask(900) for _ in range(4)]
         await until(lambda: world.router.busy() == 4)
-        async with world.turns:
-            await world.fleet.rest()
+        async with world.lock:
+            await world.pool.rest()
             ended = [task for task in running if task.done() or (await asyncio.wait([task], timeout=0.5))[0]]
             assert len([t for t in ended if (await t).stop is StopReason.ABORTED]) == 2
             assert [route.resting for route in world.router.routes.values()] == [True, False]
-            await world.fleet.back()
+            await world.pool.back()
         assert not any(route.resting for route in world.router.routes.values())
         assert (await world.ask()).tokens
 
@@ -143,9 +149,9 @@ def test_what_rests_is_decided_by_where_engines_are_now():
     async def story(world):
         world.group.die(0)
         await until(lambda: "rollout-0" in world.router.routes and world.heard)
-        assert world.fleet.sharing() == [0]
+        assert world.pool.sharing() == [0]
 
-    play([DEVICES[:1]], story, trained={2}, elsewhere=lambda place: DEVICES[2:3])
+    play([DEVICES[:1]], story, trained={2}, elsewhere=lambda devices: DEVICES[2:3])
 
 
 def test_an_engine_that_is_lost_in_a_living_process_is_replaced_and_its_reason_told():
@@ -187,7 +193,7 @@ def test_without_replacement_the_time_counts():
 
 def test_an_engine_that_cannot_be_started_again_is_told_and_waited_for_no_longer():
     async def story(world):
-        async def fail(rank, place=None):
+        async def fail(rank, devices=None):
             raise RuntimeError("no memory left")
 
         world.group.replace = fail
