@@ -16,8 +16,8 @@ from pathlib import Path
 from figures import figure
 
 import drumroll
-from drumroll.algorithms.explain import explain_recipe
-from drumroll.config.algorithm import RECIPES
+from drumroll.algorithms.explain import explain_preset
+from drumroll.config.algorithm import PRESETS
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "quickstart" / "recipe.yaml"
@@ -89,7 +89,7 @@ def measure(name: str, seeds: int, steps: int) -> Result:
 
 def write(results: list[Result], seeds: int, steps: int) -> None:
     """The page: the table, and what each algorithm is made of."""
-    parts = "\n\n".join(f"```\n{explain_recipe(r.name)}\n```" for r in results)
+    parts = "\n\n".join(f"```\n{explain_preset(r.name)}\n```" for r in results)
     table = "\n".join(r.row() for r in results)
     PAGE.write_text(f"{HEADER.format(steps=steps, seeds=seeds, every=EVERY)}{table}\n\n## What they are made of\n\n{parts}\n")
 
@@ -97,7 +97,7 @@ def write(results: list[Result], seeds: int, steps: int) -> None:
 def main() -> None:
     """All algorithms, or those named."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*", default=list(RECIPES))
+    parser.add_argument("names", nargs="*", default=list(PRESETS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--write", action="store_true")

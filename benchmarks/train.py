@@ -81,7 +81,7 @@ def main() -> None:
     groups = rollouts(model)
     packed = batch(groups)
     learner = TorchLearner(model, OptimConfig(lr=1e-6, micro_tokens=MICRO), total_steps=1000)
-    algorithm = Algorithm(AlgorithmConfig(recipe="grpo"), single_update=True, longest=LONGEST)
+    algorithm = Algorithm(AlgorithmConfig(preset="grpo"), single_update=True, longest=LONGEST)
     work = Update(algorithm.advantages(packed), algorithm.loss, algorithm.aggregate, 1.0)
     names = given.variants.split(",") if installed("trl") else []
     found: dict[str, list[float]] = {name: [] for name in ("ours", *names)}

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 Recipe = dict[str, Any]
 TIMED = ("time/", "memory/", "rollout/tokens_per_s")
 SAMPLE = ("step", "kind", "id", "prompt_id", "completion", "stop", "fate", "reward", "rewards", "traces")
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {"algorithm.preset": "algorithm.recipe"}
 """Names of config keys and metrics: today's → those at the base commit; a key with its sections, as `algorithm.preset`."""
 
 
@@ -84,7 +84,7 @@ CASES: dict[str, Case] = {
     "quickstart": Case("recipes/quickstart/recipe.yaml", ("steps=6", "deterministic=true", "threads=1")),
     "ppo": Case(
         recipe(
-            algorithm={"recipe": "ppo", "kl": 0.01},
+            algorithm={"preset": "ppo", "kl": 0.01},
             roles={"actor": {"lora": {"rank": 4}}, "critic": {}},
             optim={"lr": 1e-3, "minibatch": 16, "epochs": 2},
         )

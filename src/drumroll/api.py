@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from drumroll.components import open_evaluator, open_rollouts
 from drumroll.config import AnyConfig, RLConfig, load
 from drumroll.data.scan import scan
 from drumroll.errors import ConfigError, RolloutError
@@ -20,7 +21,7 @@ from drumroll.registry import search
 from drumroll.rewards import Rewards
 from drumroll.sample import Group, Sample
 from drumroll.session import Session
-from drumroll.stages import describe, open_evaluator, open_rollouts
+from drumroll.stages import describe
 from drumroll.store.lock import locked
 from drumroll.store.run import CONFIG, Run
 from drumroll.workers.runtime import open_workers

@@ -145,10 +145,10 @@ def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pip
             click.echo(f"{name:<32} {(field.description or '').splitlines()[0]}")
         return
     if key.partition("=")[0] == "algorithm":
-        from drumroll.algorithms.explain import explain_recipe, list_recipes
+        from drumroll.algorithms.explain import explain_preset, list_presets
 
         name = key.partition("=")[2]
-        click.echo(explain_recipe(name) if name else list_recipes())
+        click.echo(explain_preset(name) if name else list_presets())
         return
     loaded = load(recipe, overrides) if recipe else None
     click.echo(describe(key, loaded, pipeline))

@@ -6,117 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from drumroll.algorithms import GREEDY, OLD, REFERENCE, TEACHER, VALUES
+from drumroll.algorithms import OLD, REFERENCE, TEACHER, VALUES
 from drumroll.batch import Batch
-from drumroll.config import AnyConfig, RLConfig
-from drumroll.config.environment import NONE
-from drumroll.config.rollout import RolloutConfig
-from drumroll.data.render import Renderer
-from drumroll.data.source import PromptSource
-from drumroll.envs.episodes import Agents, Episodes
 from drumroll.envs.metrics import describe_episodes
 from drumroll.learners import Learner, Metrics, Update
 from drumroll.learners.totals import merge
-from drumroll.lifecycle import Listener, answered_once
-from drumroll.rewards import Scorer
-from drumroll.rollout.evaluation import Evaluator, open_sets
-from drumroll.rollout.scheduler import Decode, Rollouts
 from drumroll.sample import Group, Version
 from drumroll.workers.batch_builder import BatchBuilder, Memory
 from drumroll.workers.group import WorkerGroup
-from drumroll.workers.runtime import Workers, context_length, open_workers
+from drumroll.workers.runtime import Workers
 
-__all__ = ["advantages", "infer", "open_evaluator", "open_rollouts", "open_workers", "pack", "publish", "train", "update"]
-
-
-def decoder(workers: Workers) -> Decode:
-    """Tokens to text, for rewards and people; never for the loss."""
-    return lambda tokens: workers.tokenizer.decode(tokens, skip_special_tokens=True)
-
-
-def speller(workers: Workers) -> Decode:
-    """Tokens to text with special tokens, in which stop strings are looked for."""
-    return lambda tokens: workers.tokenizer.decode(tokens)
-
-
-def open_scorer(config: AnyConfig, workers: Workers, rollout: RolloutConfig) -> Scorer:
-    """The rewards, their processes, the models that they may ask and the sandbox that they may use."""
-    pool = workers.open_pool(rollout.reward_workers)
-    asked = (workers.judge, workers.reward_model)
-    seconds = rollout.reward_timeout
-    scorer = Scorer(config.rewards(), seconds, pool, *asked, config.sandbox, lambda text: workers.notify(text))
-    workers.closing.append(scorer.close)
-    return scorer
-
-
-def open_episodes(config: AnyConfig, workers: Workers, *, seed: int) -> Episodes | None:
-    """The environments, and the processes of those that compute; None when no row is played in one."""
-    if not isinstance(config, RLConfig) or not config.has_episodes():
-        return None
-    context = context_length(config)
-    renderer = Renderer(workers.tokenizer)
-    agents = partial(open_agents, config, workers, seed)
-    episodes = Episodes(
-        config.environment,
-        seed,
-        renderer,
-        decoder(workers),
-        context,
-        workers.open_pool,
-        agents,
-        lambda text: workers.notify(text),
-    )
-    workers.closing.append(episodes.close)
-    return episodes
-
-
-def open_agents(config: RLConfig, workers: Workers, seed: int) -> Agents:
-    """The endpoint for agents; opened only where a row is played by one."""
-    from drumroll.serve import agents
-    from drumroll.serve.caller import Served
-
-    renderer = Renderer(workers.tokenizer)
-    served = Served(config.name, renderer, decoder(workers), context_length(config), lambda text: workers.notify(text))
-    return agents.Agents(config.environment, config.rollout, seed, served, workers.router)
-
-
-def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listener] = ()) -> Rollouts:
-    """The stream of scored groups."""
-    scorer = open_scorer(config, workers, config.rollout)
-    renderer = Renderer(workers.tokenizer)
-    source = PromptSource(config.data, config.seed, renderer, scorer.required_columns, config.environment, tolerant=True)
-    episodes = open_episodes(config, workers, seed=config.seed)
-    return Rollouts(
-        config.rollout,
-        config.seed,
-        source,
-        workers.router,
-        scorer,
-        decoder(workers),
-        spell=speller(workers),
-        episodes=episodes.open if episodes else answered_once,
-        greedy=GREEDY in workers.needs,
-        listeners=listeners,
-    )
-
-
-def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
-    """The held-out sets, or None when the config names none."""
-    if not config.eval.sets:
-        return None
-    rollout = config.rollout if isinstance(config, RLConfig) else RolloutConfig(max_tokens=config.eval_max_tokens)
-    scorer = open_scorer(config, workers, rollout)
-    environment = config.environment if isinstance(config, RLConfig) else NONE
-    longest, renderer = config.data.max_prompt_tokens, Renderer(workers.tokenizer)
-    sets = open_sets(config.eval, renderer, scorer.required_columns, longest, environment)
-    episodes = open_episodes(config, workers, seed=0)
-    decode, spell = decoder(workers), speller(workers)
-    return Evaluator(config.eval, sets, workers.router, scorer, decode, config.seed, rollout, episodes, spell)
+__all__ = ["advantages", "describe", "infer", "pack", "publish", "train", "update"]
 
 
 # --- The stages of a step. A batch is a reference: on a cluster its tensors never come here. ---

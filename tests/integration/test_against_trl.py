@@ -28,35 +28,35 @@ EMPTY = "99"
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
 SAME = {
     # name: (ours, TRL's). TRL's `grpo` averages per sample and its `bnpo` per token, as our grpo recipe does.
-    "grpo": ({"recipe": "grpo"}, {"loss_type": "bnpo", "epsilon": 0.2}),
-    "grpo, as published": ({"recipe": "grpo", "aggregation": "sequence_mean"}, {"loss_type": "grpo", "epsilon": 0.2}),
+    "grpo": ({"preset": "grpo"}, {"loss_type": "bnpo", "epsilon": 0.2}),
+    "grpo, as published": ({"preset": "grpo", "aggregation": "sequence_mean"}, {"loss_type": "grpo", "epsilon": 0.2}),
     # TRL leaves the deviation out by `scale_rewards`; its constant is max_completion_length.
-    "dr_grpo": ({"recipe": "dr_grpo"}, {"loss_type": "dr_grpo", "epsilon": 0.2, "scale_rewards": "none"}),
-    "dapo": ({"recipe": "dapo"}, {"loss_type": "dapo", **CLIP}),
+    "dr_grpo": ({"preset": "dr_grpo"}, {"loss_type": "dr_grpo", "epsilon": 0.2, "scale_rewards": "none"}),
+    "dapo": ({"preset": "dapo"}, {"loss_type": "dapo", **CLIP}),
     # TRL's `delta` bounds the ratio for either sign; for a positive advantage the clip has bound it before.
-    "dapo, dual clip": ({"recipe": "dapo", "dual_clip": 3.0}, {"loss_type": "dapo", "delta": 3.0, **CLIP}),
+    "dapo, dual clip": ({"preset": "dapo", "dual_clip": 3.0}, {"loss_type": "dapo", "delta": 3.0, **CLIP}),
     # TRL's cispo takes epsilon_high for the largest ratio itself, and no lower bound.
-    "cispo": ({"recipe": "cispo"}, {"loss_type": "cispo", "epsilon_high": 1.28}),
+    "cispo": ({"preset": "cispo"}, {"loss_type": "cispo", "epsilon_high": 1.28}),
     "gspo": (
-        {"recipe": "gspo"},
+        {"preset": "gspo"},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
     ),
     # The narrow clip of the recipe binds nearly everywhere; a wide one lets gradients through.
     "gspo, wide": (
-        {"recipe": "gspo", "clip_low": 0.3, "clip_high": 0.5},
+        {"preset": "gspo", "clip_low": 0.3, "clip_high": 0.5},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.3, "epsilon_high": 0.5},
     ),
     # TRL's sapo averages per sample.
     "sapo": (
-        {"recipe": "sapo", "aggregation": "sequence_mean"},
+        {"preset": "sapo", "aggregation": "sequence_mean"},
         {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
     ),
     # TRL weighs its KL term by the ratio unless told not to.
-    "kl": ({"recipe": "dapo", "kl": 0.1}, {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": False, **CLIP}),
+    "kl": ({"preset": "dapo", "kl": 0.1}, {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": False, **CLIP}),
 } | {
     # The gap between the engine's log-probs and the trainer's: our truncate is its token_truncate, our band its token_mask.
     f"correction {ours}": (
-        {"recipe": "dapo", "correction": ours, "correction_low": 0.5, "correction_high": 2.0},
+        {"preset": "dapo", "correction": ours, "correction_low": 0.5, "correction_high": 2.0},
         {
             "loss_type": "dapo",
             "use_vllm": True,
@@ -235,7 +235,7 @@ def test_advantages_differ_from_trl_by_the_deviation_only(trl, seed):
     sequence = batch.trace_of_token()[batch.mask]
 
     def ours(recipe):
-        algorithm = Algorithm(AlgorithmConfig(recipe=recipe), single_update=False, longest=LONGEST)
+        algorithm = Algorithm(AlgorithmConfig(preset=recipe), single_update=False, longest=LONGEST)
         return algorithm.advantages(batch).advantages[batch.mask]
 
     groups = batch.rewards.view(GROUPS, SIZE)

@@ -30,7 +30,7 @@ def test_training_by_an_endpoint(small, endpoint):  # noqa: F811
             roles={"judge": {"model": "far", "url": server.url, "backoff": 0.01, "price": {"input": 1.0}}},
             reward={"use": "judge", "args": {"template": "score"}},
             rollout={"samples": 2, "prompts": 2},
-            algorithm={"recipe": "grpo"},
+            algorithm={"preset": "grpo"},
             eval={"sets": {}},
         )
     )

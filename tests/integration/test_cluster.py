@@ -33,7 +33,7 @@ def test_ray_and_local_are_byte_equal(small, untimed):
         "deterministic": True,
         "threads": 1,
         "steps": 3,
-        "algorithm": {"recipe": "grpo", "kl": 0.01},
+        "algorithm": {"preset": "grpo", "kl": 0.01},
         "optim": {"minibatch": 8},
     }
     local = drumroll.train(small(name="local", **same))
@@ -301,7 +301,7 @@ def test_own_parts_and_relative_paths_on_every_worker(small, mine, tmp_path, mon
     [
         (
             {"roles": {"actor": {"devices": "0-3"}}},
-            "roles.actor.devices maps a role to devices of a pool, which needs cluster.runtime: ray",
+            "roles.actor.devices: 0-3 maps a role to devices of a pool, which needs cluster.runtime: ray",
         ),
         ({"roles": {"rollout": {"backend": "vllm"}}}, "roles.rollout.backend: vllm runs in processes of its own"),
         (
@@ -317,8 +317,8 @@ def test_own_parts_and_relative_paths_on_every_worker(small, mine, tmp_path, mon
             "tensor 2 does not divide 3 devices",
         ),
         (
-            {"cluster": ONE, "roles": {"actor": {"device": "cpu"}}},
-            "roles.actor.device: cpu is for the local runtime; with cluster.runtime: ray a role runs on devices of the pool",
+            {"cluster": ONE, "roles": {"actor": {"devices": "cpu"}}},
+            "roles.actor.devices: cpu is for the local runtime; with cluster.runtime: ray a role runs on devices of the pool",
         ),
     ],
 )

@@ -63,7 +63,7 @@ def test_every_mode_and_algorithm_trains(played, mode, algorithm):
 
 
 def test_ppo_over_episodes(played):
-    run = package.train(played(algorithm={"recipe": "starpo", "advantage": "gae"}, steps=1))
+    run = package.train(played(algorithm={"preset": "starpo", "advantage": "gae"}, steps=1))
     assert "critic/explained" in run.metrics[-1]
 
 

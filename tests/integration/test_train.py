@@ -54,7 +54,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline, untimed):
         changes |= {"pipeline": "sft", "batch": 8, "data": {"train": {"sums": rows, "reversal": rows}}}
     if pipeline == "critic":  # with parts that remember
         remembering = {"reward_mean": "running", "reward_std": "running", "kl_reward": 0.1, "kl_target": 0.5, "kl_horizon": 50}
-        changes |= {"algorithm": {"recipe": "ppo", "critic_first": 1, **remembering}}
+        changes |= {"algorithm": {"preset": "ppo", "critic_first": 1, **remembering}}
 
     def recipe(**more):
         made = small(**changes, **more)
@@ -156,7 +156,7 @@ def test_kl_starts_at_zero_and_ratios_at_one(small):
 
 def test_a_critic_comes_first(small):
     run = drumroll.train(
-        small(steps=3, algorithm={"recipe": "ppo", "critic_first": 2}, roles={"critic": {"optim": {"lr": 1e-3}}})
+        small(steps=3, algorithm={"preset": "ppo", "critic_first": 2}, roles={"critic": {"optim": {"lr": 1e-3}}})
     )
     assert ["train/loss" in m for m in run.metrics[1:]] == [False, False, True]
     assert [m["critic/lr"] for m in run.metrics[1:]] == [1e-3] * 3
@@ -459,7 +459,7 @@ def test_a_teacher_is_approached_on_the_policys_own_samples(small):
             model="tiny-random",
             steps=12,
             roles={"teacher": {"model": "tiny"}},
-            algorithm={"recipe": "grpo", "teacher": 1.0},
+            algorithm={"preset": "grpo", "teacher": 1.0},
             optim={"lr": 1e-2},
             eval={"sets": {}},
         )

@@ -19,7 +19,7 @@ from drumroll.algorithms.shaping import KLPenalty, Normaliser, repetition, shape
 from drumroll.algorithms.statistics import whiten
 from drumroll.batch import pack
 from drumroll.config import load
-from drumroll.config.algorithm import RECIPES, AlgorithmConfig
+from drumroll.config.algorithm import PRESETS, AlgorithmConfig
 from drumroll.errors import AlgorithmError, ConfigError
 from drumroll.sample import Group, Owner, Prompt, Sample, Turn
 
@@ -278,7 +278,7 @@ def test_turns_of_a_batch_sum_to_its_rewards_and_share_anchors_within_a_group():
     assert turns.sample_of.tolist() == [0, 0, 1, 1, 2, 3]
     assert turns.of_token.tolist() == [-1, 0, 0, -1, 1, 1, -1, -1, 2, 2, -1, 3, 3, -1, -1, 4, 4, -1, -1, 5, 5, 5]
     assert ((turns.of_token >= 0) == batch.mask).all()
-    out = Algorithm(AlgorithmConfig(recipe="gigpo"), single_update=True).advantages(batch)
+    out = Algorithm(AlgorithmConfig(preset="gigpo"), single_update=True).advantages(batch)
     assert torch.isfinite(out.advantages).all()
     assert (out.advantages[~batch.mask] == 0).all()
 
@@ -469,13 +469,13 @@ def test_aggregations_equal_their_formulas(name):
         assert share == pytest.approx(want if trained else 0.0)
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", sorted(PRESETS))
 @pytest.mark.parametrize("correction", ["none", "truncate_sequence"])
 def test_no_recipe_depends_on_how_a_batch_is_cut(recipe, correction):
     """The whole gradient in float64, off-policy, whole against cut into micro-batches and reversed."""
     from test_batch import gradient, relative
 
-    config = AlgorithmConfig.model_validate({"recipe": recipe, "correction": correction})
+    config = AlgorithmConfig.model_validate({"preset": recipe, "correction": correction})
     algorithm = Algorithm(config, single_update=False, longest=10)
     batch = sample_batch()
     batch = algorithm.advantages(batch.with_(old=batch.behaviour * 0.9))
@@ -486,7 +486,7 @@ def test_no_recipe_depends_on_how_a_batch_is_cut(recipe, correction):
     assert relative(gradient(backwards, algorithm.loss, algorithm.aggregate), whole) < 1e-10
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", sorted(PRESETS))
 def test_skipping_zero_advantage_is_exact_for_every_recipe(recipe):
     from test_batch import gradient, relative
 
@@ -637,7 +637,7 @@ def test_masks_of_difficulty_and_zero_advantage():
         assert float(Algorithm(config, single_update=True).aggregate(done).sum()) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", sorted(PRESETS))
 def test_a_batch_without_a_trained_token(recipe):
     batch = sample_batch()
     algorithm = Algorithm(AlgorithmConfig.model_validate(recipe), single_update=True)
@@ -712,7 +712,7 @@ def test_a_critic_of_ones_own_estimator_is_asked_for_by_its_traits(mine, small):
 
 def test_what_a_critic_explains_of_equal_returns_is_nothing():
     batch = written((0, 1.0, [3, 4]), (0, 1.0, [5]))
-    algorithm = Algorithm(AlgorithmConfig(recipe="ppo", gae_decay=1.0), single_update=True)
+    algorithm = Algorithm(AlgorithmConfig(preset="ppo", gae_decay=1.0), single_update=True)
     algorithm.advantages(batch.with_(values=torch.where(batch.mask, torch.tensor([0.0, 0.3, 0.9, 0.0, -2.0]), 0.0)))
     assert algorithm.metrics["critic/explained"] == 0.0
 
@@ -729,8 +729,8 @@ def test_a_loss_that_is_not_a_number_names_itself_and_the_sample(mine):
 def test_recipes_by_name(small):
     config = load(small(algorithm="dapo")).config
     assert (config.algorithm.clip_high, config.algorithm.overlong_buffer) == (0.28, 0.25)
-    assert load(small(algorithm={"recipe": "dapo", "clip_high": 0.4})).config.algorithm.clip_high == 0.4
-    with pytest.raises(ConfigError, match=r"algorithm.recipe 'dappo' is not known.*Did you mean 'dapo'"):
+    assert load(small(algorithm={"preset": "dapo", "clip_high": 0.4})).config.algorithm.clip_high == 0.4
+    with pytest.raises(ConfigError, match=r"algorithm.preset 'dappo' is not known.*Did you mean 'dapo'"):
         load(small(algorithm="dappo"))
 
 
@@ -741,7 +741,7 @@ def test_recipes_by_name(small):
         ({"algorithm": "rloo", "rollout": {"samples": 1}}, "compares the samples of a group"),
         ({"algorithm": "lite_ppo", "rollout": {"samples": 1}}, "compare the samples of a group"),
         ({"algorithm": "rloo", "optim": {"epochs": 2}}, "has no ratio that would notice; set another loss"),
-        ({"algorithm": {"recipe": "remax", "reward_std": "batch"}}, "takes the greedy answer's reward for its baseline"),
+        ({"algorithm": {"preset": "remax", "reward_std": "batch"}}, "takes the greedy answer's reward for its baseline"),
         ({"algorithm": {"kl_target": 1.0}}, "adapts algorithm.kl_reward, which is 0"),
         ({"algorithm": {"critic_first": 3}}, "needs a critic, but algorithm.advantage: grpo has none"),
         ({"algorithm": {"advantage": "pass_at_k", "pass_k": 9}}, "cannot be drawn from rollout.samples: 4"),

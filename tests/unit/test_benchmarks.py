@@ -57,7 +57,7 @@ def products(counter):
 def test_the_operations_of_an_update_are_those_that_torch_counts(micro_tokens):
     model = load("tiny-random", seed=1)
     shape, made = Shape.of(model.module), groups()
-    algorithm = Algorithm(AlgorithmConfig(recipe="grpo"), single_update=True)
+    algorithm = Algorithm(AlgorithmConfig(preset="grpo"), single_update=True)
     batch = algorithm.advantages(pack(made))
     learner = TorchLearner(model, OptimConfig(lr=0.0, micro_tokens=micro_tokens), total_steps=1)
     with FlopCounterMode(display=False) as counter:
@@ -74,7 +74,7 @@ def test_the_operations_of_an_update_are_those_that_torch_counts(micro_tokens):
 
 
 def test_pairs_of_query_and_key_are_counted_token_by_token():
-    batch = Algorithm(AlgorithmConfig(recipe="grpo"), single_update=True).advantages(pack(groups()))
+    batch = Algorithm(AlgorithmConfig(preset="grpo"), single_update=True).advantages(pack(groups()))
     pairs = 0
     for group in groups():
         shared = len(group.prompt.tokens)

@@ -95,7 +95,7 @@ def test_overrides_win_and_are_typed(small):
 def test_an_algorithms_name_and_its_keys_can_both_be_overridden(small, order):
     overrides = ["algorithm=rloo", "algorithm.reward_clip=2"][::order]
     chosen = load(small(algorithm="dapo"), overrides).config.algorithm
-    assert (chosen.recipe, chosen.advantage, chosen.reward_clip) == ("rloo", "rloo", 2.0)
+    assert (chosen.preset, chosen.advantage, chosen.reward_clip) == ("rloo", "rloo", 2.0)
     assert load(small(algorithm="dapo"), ["algorithm.clip_high=0.4"]).config.algorithm.overlong_buffer == 0.25
 
 

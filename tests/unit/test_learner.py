@@ -67,8 +67,8 @@ def test_a_value_is_what_is_expected_before_its_token():
 def test_the_critics_gradient_does_not_depend_on_micro_batches(dtype, bound):
     made = batch()
     made = made.with_(values=critic().values(made) * 0.9)
-    made = Algorithm(AlgorithmConfig(recipe="ppo"), single_update=True).advantages(made)
-    work = Update(made, ValueLoss(AlgorithmConfig(recipe="ppo")), Shares("token_mean"))
+    made = Algorithm(AlgorithmConfig(preset="ppo"), single_update=True).advantages(made)
+    work = Update(made, ValueLoss(AlgorithmConfig(preset="ppo")), Shares("token_mean"))
     whole = gradient_of(critic(dtype=dtype), work)
     assert whole.norm() > 1e-6
     assert relative(gradient_of(critic(17, dtype), work), whole) < bound
@@ -78,7 +78,7 @@ def test_a_critic_learns_what_to_expect(tmp_path):
     made = batch()
     learner = critic(lr=1e-2, dtype="float32")
     learner.model.module.head.weight.data.zero_()
-    algorithm = Algorithm(AlgorithmConfig(recipe="ppo", gae_decay=1.0, value_clip=None, whiten=False), single_update=True)
+    algorithm = Algorithm(AlgorithmConfig(preset="ppo", gae_decay=1.0, value_clip=None, whiten=False), single_update=True)
     errors = []
     for _ in range(40):
         done = algorithm.advantages(made.with_(values=learner.values(made)))

@@ -6,7 +6,7 @@ from drumroll.algorithms import GREEDY, OLD, REFERENCE, TEACHER, VALUES, Algorit
 from drumroll.algorithms.advantages import ESTIMATORS
 from drumroll.algorithms.aggregations import AGGREGATIONS
 from drumroll.algorithms.losses import LOSSES
-from drumroll.config.algorithm import RECIPES, WITH_CRITIC, WITH_GREEDY, AlgorithmConfig
+from drumroll.config.algorithm import PRESETS, WITH_CRITIC, WITH_GREEDY, AlgorithmConfig
 from drumroll.errors import ConfigError, did_you_mean
 
 
@@ -14,24 +14,24 @@ def _first_line(part: object) -> str:
     return (part.__doc__ or "").strip().splitlines()[0]
 
 
-def list_recipes() -> str:
+def list_presets() -> str:
     """All named algorithms, a line each."""
-    lines = [f"  {name:<22}{_first_line(ESTIMATORS.get(parts['advantage']))}" for name, parts in RECIPES.items()]
+    lines = [f"  {name:<22}{_first_line(ESTIMATORS.get(parts['advantage']))}" for name, parts in PRESETS.items()]
     return "\n".join(["named algorithms (drumroll explain algorithm=NAME prints the parts of one):", *lines])
 
 
-def explain_recipe(name: str) -> str:
+def explain_preset(name: str) -> str:
     """The parts of one algorithm, what else it sets, and the passes it needs and why."""
-    if name not in RECIPES:
-        raise ConfigError(f"algorithm '{name}' is not known; choose one of {', '.join(RECIPES)}.{did_you_mean(name, RECIPES)}")
-    config = AlgorithmConfig(recipe=name)
+    if name not in PRESETS:
+        raise ConfigError(f"algorithm '{name}' is not known; choose one of {', '.join(PRESETS)}.{did_you_mean(name, PRESETS)}")
+    config = AlgorithmConfig(preset=name)
     parts = {
         "advantage": (config.advantage, _first_line(ESTIMATORS.get(config.advantage))),
         "loss": (config.loss, _first_line(LOSSES.get(config.loss))),
         "aggregation": (config.aggregation, _first_line(AGGREGATIONS[config.aggregation])),
     }
     lines = [f"{name}", *(f"  {kind:<12} {chosen:<16} {text}" for kind, (chosen, text) in parts.items())]
-    others = {k: v for k, v in RECIPES[name].items() if k not in parts}
+    others = {k: v for k, v in PRESETS[name].items() if k not in parts}
     lines += [f"  {key:<12} {value}" for key, value in others.items()]
     return "\n".join([*lines, "  passes and samples besides the update:", *_needs(config)])
 

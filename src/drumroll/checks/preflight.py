@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drumroll.algorithms.advantages import ESTIMATORS
+from drumroll.components import decoder, open_episodes, open_scorer, speller
 from drumroll.config import RLConfig
 from drumroll.data.render import Renderer
 from drumroll.data.scan import scan
@@ -26,7 +27,6 @@ from drumroll.registry import search
 from drumroll.rewards import Rewards, Scorer
 from drumroll.rollout.evaluation import Evaluator
 from drumroll.sample import Failure, Prompt, Sample, StopReason
-from drumroll.stages import decoder, open_episodes, open_scorer, speller
 from drumroll.workers.runtime import open_workers
 
 ROWS, GROUPS = 12, 6

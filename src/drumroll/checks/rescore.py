@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.table import Table
 
+from drumroll.components import open_scorer
 from drumroll.config import RLConfig
 from drumroll.errors import StoreError
 from drumroll.processes.pool import KillablePool
@@ -20,7 +21,6 @@ from drumroll.rewards import Scorer
 from drumroll.runfiles.durable import make_folder, new_file
 from drumroll.runfiles.rollouts import SCHEMA, TEXTS, read_samples
 from drumroll.sample import ENVIRONMENT, Prompt, Sample, StopReason
-from drumroll.stages import open_scorer
 from drumroll.workers.runtime import open_workers
 
 FOLDER = "rescored"

@@ -1,4 +1,4 @@
-"""`algorithm`: advantage estimator, loss, aggregation, corrections, regularisers; and named recipes of these."""
+"""`algorithm`: advantage estimator, loss, aggregation, corrections, regularisers; and named presets of these."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from drumroll.config.section import Section
 from drumroll.errors import did_you_mean
 
-RECIPES: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": "gae", "loss": "ppo", "whiten": True, "value_clip": 0.2, "aggregation": "token_mean"},
     "grpo": {"advantage": "grpo", "loss": "ppo", "aggregation": "token_mean"},
     "dr_grpo": {"advantage": "dr_grpo", "loss": "ppo", "aggregation": "fixed_length"},
@@ -61,7 +61,7 @@ Correction = Literal["none", "truncate", "truncate_sequence", "band", "geometric
 class AlgorithmConfig(Section):
     """How rewards become gradients."""
 
-    recipe: str = "grpo"
+    preset: str = "grpo"
     """A named choice of the parts below (`drumroll explain algorithm` lists them); keys set beside it win."""
     advantage: str = "grpo"
     """Estimator by name (gae, grpo, dr_grpo, rloo, remax, opo, pass_at_k, reinforce, positive, gigpo, turns), or `module:function`."""
@@ -152,17 +152,17 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _apply_recipe(cls, values: Any) -> Any:
+    def _apply_preset(cls, values: Any) -> Any:
         if isinstance(values, str):
-            values = {"recipe": values}
-        name = values.get("recipe", "grpo") if isinstance(values, dict) else None
+            values = {"preset": values}
+        name = values.get("preset", "grpo") if isinstance(values, dict) else None
         if not isinstance(name, str):
             return values
-        if name not in RECIPES:
+        if name not in PRESETS:
             raise ValueError(
-                f"algorithm.recipe '{name}' is not known; choose one of {', '.join(RECIPES)}.{did_you_mean(name, RECIPES)}"
+                f"algorithm.preset '{name}' is not known; choose one of {', '.join(PRESETS)}.{did_you_mean(name, PRESETS)}"
             )
-        return {**RECIPES[name], **values}
+        return {**PRESETS[name], **values}
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

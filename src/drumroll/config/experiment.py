@@ -13,7 +13,7 @@ from drumroll.config.environment import NONE, EnvironmentConfig
 from drumroll.config.eval import EvalConfig
 from drumroll.config.optim import OptimConfig
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig, RewardSpec, normalise
-from drumroll.config.roles import RolesConfig
+from drumroll.config.roles import LOCAL_DEVICE, RolesConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.config.run import CheckpointConfig, TrackerConfig
 from drumroll.config.sandbox import SandboxConfig
@@ -69,23 +69,7 @@ class RunConfig(Section):
             )
         if mixture is not None and (min(mixture.values()) < 0 or sum(mixture.values()) <= 0):
             raise ValueError(f"data.mixture needs shares of at least 0 with a positive sum, got {mixture}")
-        if self.cluster.runtime == "local":
-            for role in ("actor", "rollout", "reference", "teacher", "critic", "judge", "reward_model"):
-                if getattr(getattr(self.roles, role), "devices", None) is not None:
-                    raise ValueError(
-                        f"roles.{role}.devices maps a role to devices of a pool, which needs cluster.runtime: ray; on the local runtime "
-                        f"all roles share this process (roles.{role}.device says on what)"
-                    )
-            if self.roles.rollout.backend == "vllm":
-                raise ValueError("roles.rollout.backend: vllm runs in processes of its own, so it needs cluster.runtime: ray")
-        else:
-            for role in type(self.roles).model_fields:
-                device = getattr(getattr(self.roles, role), "device", "auto")
-                if device != "auto":
-                    raise ValueError(
-                        f"roles.{role}.device: {device} is for the local runtime; with cluster.runtime: ray a role runs on devices of the "
-                        f"pool: cluster.kind says GPU or CPU, roles.{role}.devices which of them"
-                    )
+        self._check_devices()
         rollout = self.roles.rollout
         if rollout.backend == "native" and (rollout.parallel or rollout.options):
             raise ValueError(
@@ -99,6 +83,26 @@ class RunConfig(Section):
         if best is not None and best not in self.eval.sets:
             raise ValueError(f"eval.best_by is '{best}', but eval.sets has {sorted(self.eval.sets)}")
         return self
+
+    def _check_devices(self) -> None:
+        """Refuse devices that the runtime does not have, naming those that it has."""
+        local = self.cluster.runtime == "local"
+        for role in type(self.roles).model_fields:
+            devices = getattr(getattr(self.roles, role), "devices", None)
+            names_local = isinstance(devices, str) and LOCAL_DEVICE.fullmatch(devices) is not None
+            if local and devices is not None and (role == "rollout" or not names_local):
+                also = "the engines share the actor's device" if role == "rollout" else "a device is cpu, cuda or cuda:N there"
+                raise ValueError(
+                    f"roles.{role}.devices: {devices} maps a role to devices of a pool, which needs cluster.runtime: ray; on the local "
+                    f"runtime all roles share this process ({also})"
+                )
+            if not local and names_local:
+                raise ValueError(
+                    f"roles.{role}.devices: {devices} is for the local runtime; with cluster.runtime: ray a role runs on devices of the "
+                    f"pool: cluster.kind says GPU or CPU, roles.{role}.devices which of them, for example 0-3"
+                )
+        if local and self.roles.rollout.backend == "vllm":
+            raise ValueError("roles.rollout.backend: vllm runs in processes of its own, so it needs cluster.runtime: ray")
 
     def rewards(self) -> dict[str, list[RewardConfig]]:
         """Scoring functions by domain; `*` stands for every domain not named."""

@@ -113,7 +113,7 @@ def _apply(values: dict[str, Any], override: str, origins: dict[str, str]) -> No
     *parents, last = key.split(".")
     for depth, parent in enumerate(parents):
         if depth == 0 and parent == "algorithm" and isinstance(values.get(parent), str):
-            values[parent] = {"recipe": values[parent]}  # what a name alone stands for
+            values[parent] = {"preset": values[parent]}  # what a name alone stands for
         place = place.setdefault(parent, {})
         if not isinstance(place, dict):
             raise ConfigError(f"override '{override}': '{parent}' is a value, not a section.")

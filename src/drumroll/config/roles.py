@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from drumroll.config.optim import OptimConfig
 from drumroll.config.section import Section
 
-Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Dtype = Literal["float32", "bfloat16"]
 BUILT_IN_MODELS = ("tiny", "tiny-random")
 """Models that ship with the package (`models/tiny.py`)."""
 
 
-def _not_zero(devices: int | str | None) -> int | str | None:
+LOCAL_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+"""What `devices` may name on the local runtime, where all roles are in one process."""
+
+
+def _devices(devices: int | str | None) -> int | str | None:
     if isinstance(devices, int) and devices < 1:
         raise ValueError("a count of devices is at least 1; device number 0 alone is written 0-0")
-    return devices
+    return None if devices == "auto" else devices
 
 
-Devices = Annotated[int | str | None, AfterValidator(_not_zero)]
+Devices = Annotated[int | str | None, AfterValidator(_devices)]
+"""Where a role runs. None, written `auto`, is the default."""
 
 
 class LoraConfig(Section):
@@ -43,9 +48,7 @@ class ActorRole(Section):
     backend: Literal["torch"] = "torch"
     """What trains it. `torch`: plain PyTorch, data-parallel over its devices."""
     devices: Devices = None
-    """Devices of the pool: a range (`0-11`, `"0-7,12-15"`, device 3 alone is `3-3`), or a count (`4`). Default: all. Needs `cluster.runtime: ray`."""
-    device: Device = "auto"
-    """Local runtime: `auto` (CUDA if there is one, else CPU), `cpu`, `cuda` or `cuda:N`."""
+    """On ray, devices of the pool: a range (`0-11`, `"0-7,12-15"`, device 3 alone is `3-3`) or a count (`4`); `auto` takes all. On local: `cpu`, `cuda` or `cuda:N`; `auto` takes CUDA where there is one."""
     dtype: Dtype = "float32"
     """Type of the working weights. With bfloat16 the optimizer keeps float32 master weights and gradients beside them: 18 bytes a parameter during an update."""
     lora: LoraConfig | None = None
@@ -60,9 +63,7 @@ class CriticRole(Section):
     model: str | None = None
     """Model its body starts from. Default: the top-level `model`."""
     devices: Devices = None
-    """A range, a count, or a role to share with. Default: the actor's."""
-    device: Device = "auto"
-    """As for the actor."""
+    """On ray a range, a count, or a role to share with; on local `cpu`, `cuda` or `cuda:N`. Default: the actor's."""
     dtype: Dtype = "float32"
     """As for the actor."""
     recompute_activations: bool = False
@@ -77,7 +78,7 @@ class RolloutRole(Section):
     backend: Literal["native", "vllm"] = "native"
     """What generates. `native`: the embedded engine; in one process it shares the actor's weights, so nothing is copied. `vllm`: vLLM, in processes of its own."""
     devices: Devices = None
-    """A range, a count, or a role to share with; each replica is an engine. Default: the actor's."""
+    """On ray a range, a count, or a role to share with; each replica is an engine. Default: the actor's, as always on local."""
     parallel: dict[Literal["tensor", "pipeline"], Annotated[int, Field(ge=1)]] = {}
     """vllm: how many devices one engine takes, for example {tensor: 4}."""
     options: dict[str, Any] = {}
@@ -96,9 +97,7 @@ class ReferenceRole(Section):
     model: str | None = None
     """Model of this role. Default: the top-level `model`."""
     devices: Devices = None
-    """A range, a count, or a role to share with. Default: the actor's."""
-    device: Device = "auto"
-    """As for the actor."""
+    """On ray a range, a count, or a role to share with; on local `cpu`, `cuda` or `cuda:N`. Default: the actor's."""
     dtype: Dtype | None = None
     """Type of its weights. Default: the actor's, so that the KL of a policy to itself is 0."""
 
@@ -131,9 +130,7 @@ class JudgeRole(Section):
     options: dict[str, Any] = {}
     """With `url`: further fields of its requests, for example {seed: 1}."""
     devices: Devices = None
-    """A range, a count, or a role to share with. Default: the actor's."""
-    device: Device = "auto"
-    """As for the actor."""
+    """On ray a range, a count, or a role to share with; on local `cpu`, `cuda` or `cuda:N`. Default: the actor's."""
     dtype: Dtype = "float32"
     """Type of its weights."""
     slots: int = Field(64, ge=1)
@@ -172,9 +169,7 @@ class RewardModelRole(Section):
     model: str
     """A Hugging Face directory or hub id that AutoModelForSequenceClassification can load, with its tokenizer."""
     devices: Devices = None
-    """A range, a count, or a role to share with. Default: the actor's."""
-    device: Device = "auto"
-    """As for the actor."""
+    """On ray a range, a count, or a role to share with; on local `cpu`, `cuda` or `cuda:N`. Default: the actor's."""
     dtype: Dtype = "float32"
     """Type of its weights."""
     max_tokens: int = Field(1024, ge=1)

@@ -36,7 +36,7 @@ def pick_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device: {device} was asked for, but torch sees no CUDA device here; use 'auto' or 'cpu'.")
+        raise ConfigError(f"devices: {device} was asked for, but torch sees no CUDA device here; use 'auto' or 'cpu'.")
     return torch.device(device)
 
 

@@ -29,13 +29,13 @@ class Workers(Protocol):
 class Classifier:
     """The worker of the role: token sequences in, a number each out."""
 
-    def __init__(self, role: RewardModelRole) -> None:
+    def __init__(self, role: RewardModelRole, device: str = "auto") -> None:
         import torch
 
         from drumroll.models.loading import load_classifier
 
         self.role = role
-        self.module, self._pad = load_classifier(role.model, dtype=role.dtype, device=role.device)
+        self.module, self._pad = load_classifier(role.model, dtype=role.dtype, device=device)
         self.labels = int(self.module.config.num_labels)
         if role.label is not None and role.label >= self.labels:
             raise ModelError(f"roles.reward_model.label: {role.label}, but {role.model} has {self.labels} outputs.")

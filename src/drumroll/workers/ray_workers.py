@@ -44,7 +44,7 @@ def make_worker(
     sections = {
         name: getattr(config.roles, name) for name in ("actor", "reference", "teacher", "critic", "judge", "reward_model")
     }
-    on = {name: section.model_copy(update={"device": where}) for name, section in sections.items() if section is not None}
+    on = {name: section.model_copy(update={"devices": where}) for name, section in sections.items() if section is not None}
     config = config.model_copy(update={"roles": config.roles.model_copy(update=on)})
     if make in ("make_engine", "make_judge"):
         return EngineWorker(getattr(roles, make)(config), config)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from drumroll.config import AnyConfig, RLConfig
+from drumroll.config.roles import ActorRole, CriticRole, JudgeRole, ReferenceRole, RewardModelRole
 from drumroll.engines import Engine
 from drumroll.engines.native import NativeEngine
 from drumroll.errors import ConfigError
@@ -23,7 +24,18 @@ def _model(config: AnyConfig, role: Literal["actor", "reference", "teacher", "cr
     section = getattr(config.roles, role)
     recompute = getattr(section, "recompute_activations", False)
     dtype = section.dtype or config.roles.actor.dtype
-    return load(config.role_model(role), dtype=dtype, device=section.device, seed=config.seed, recompute_activations=recompute)
+    return load(
+        config.role_model(role),
+        dtype=dtype,
+        device=local_device(config, section),
+        seed=config.seed,
+        recompute_activations=recompute,
+    )
+
+
+def local_device(config: AnyConfig, section: ActorRole | ReferenceRole | CriticRole | JudgeRole | RewardModelRole) -> str:
+    """The torch device of a role in this process: its own, else the actor's, else CUDA where there is one."""
+    return str(section.devices or config.roles.actor.devices or "auto")
 
 
 def actor_model(config: AnyConfig) -> LoadedModel:
@@ -77,7 +89,7 @@ def make_engine(config: AnyConfig) -> Engine:
 
     sizes = {f"{name}_parallel_size": size for name, size in role.parallel.items()}
     lora = {} if actor.lora is None else {"enable_lora": True, "max_lora_rank": max(8, actor.lora.rank)}
-    naps = {"enable_sleep_mode": True} if actor.device.startswith("cuda") else {}
+    naps = {"enable_sleep_mode": True} if local_device(config, actor).startswith("cuda") else {}
     several = {"distributed_executor_backend": "mp"} if sizes else {}  # else it would ask the Ray around it for devices
     options = {"dtype": actor.dtype, **sizes, **several, **lora, **naps, **role.options}
     name = config.role_model("actor")
@@ -94,14 +106,14 @@ def make_engine(config: AnyConfig) -> Engine:
 def make_reward_model(config: AnyConfig) -> Classifier:
     """The classifier that rewards may ask."""
     assert config.roles.reward_model is not None
-    return Classifier(config.roles.reward_model)
+    return Classifier(config.roles.reward_model, local_device(config, config.roles.reward_model))
 
 
 def make_judge(config: AnyConfig) -> Engine:
     """The engine that rewards may ask."""
     role = config.roles.judge
     assert role is not None
-    model = load(role.model, dtype=role.dtype, device=role.device, seed=config.seed)
+    model = load(role.model, dtype=role.dtype, device=local_device(config, role), seed=config.seed)
     model.module.requires_grad_(False)
     context = role.max_prompt_tokens + role.max_tokens
     return NativeEngine(model, slots=role.slots, context=context, fixed_shape=config.deterministic)
