@@ -28,7 +28,7 @@ from drumroll.batch import Batch, pack
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.config.optim import OptimConfig
 from drumroll.learners import Update
-from drumroll.learners.torch import TorchLearner
+from drumroll.learners.backends.torch import torch_learner
 from drumroll.models.loading import LoadedModel, load
 from drumroll.models.smollm2 import DEFAULT
 from drumroll.processes.threads import CORES
@@ -80,7 +80,7 @@ def main() -> None:
     model = load(str(given.model), dtype=given.dtype)
     groups = rollouts(model)
     packed = batch(groups)
-    learner = TorchLearner(model, OptimConfig(lr=1e-6, micro_tokens=MICRO), total_steps=1000)
+    learner = torch_learner(model, OptimConfig(lr=1e-6, micro_tokens=MICRO), total_steps=1000)
     algorithm = Algorithm(AlgorithmConfig(preset="grpo"), single_update=True, longest=LONGEST)
     work = Update(algorithm.advantages(packed), algorithm.loss, algorithm.aggregate, 1.0)
     names = given.variants.split(",") if installed("trl") else []

@@ -70,9 +70,9 @@ async def infer(config: RLConfig, workers: Workers, algorithm: Algorithm, batch:
     old: Tensor | None = None
     reference: Tensor | None = None
     if "old log-probs" in algorithm.needs:
-        old = await workers.actor.call(0, Learner.logprobs, batch, temperature)
+        old = await workers.actor.call(0, Learner.infer, batch, temperature)
     if "reference" in algorithm.needs and workers.reference is not None:
-        reference = await workers.reference.call(0, Learner.reference_logprobs, batch, temperature)
+        reference = await workers.reference.call(0, Learner.infer_reference, batch, temperature)
     return batch.with_(old=old, reference=reference)
 
 
@@ -95,7 +95,7 @@ async def train(config: RLConfig, report: Callable[[int, dict[str, float]], None
             batch = await infer(config, workers, algorithm, batch)
             batch = algorithm.advantages(batch)
             work = Update(batch, algorithm.loss, algorithm.aggregate, config.rollout.temperature)
-            metrics = await workers.actor.call(0, Learner.update, work)
+            metrics = (await workers.actor.call(0, Learner.update, work)).metrics()
             await workers.publish(step)
 
             report(step, {"reward": float(batch.rewards.mean()), **metrics})

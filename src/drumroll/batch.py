@@ -7,6 +7,7 @@ log-prob at index i is that of token i, predicted from token i - 1. The first to
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,6 +86,7 @@ class Batch:
     returns: Tensor | None = None  # [tokens] what the critic should have expected
     advantages: Tensor | None = None  # [tokens]
     weights: Tensor | None = None  # [tokens] share of each token in the loss; sums to 1 over a minibatch
+    unit_of: Tensor | None = None  # [samples] samples of one unit (a pair) are never separated; None: each by itself
 
     @property
     def num_traces(self) -> int:
@@ -163,16 +165,35 @@ class Batch:
         paths += [Path(nodes[trace], f.prefix) for f in families for trace in f.traces]
         return Tree(self.tokens[kept], node_of, paths)
 
-    def shares(self, ranks: int) -> list[list[int]]:
-        """Trace indices by data-parallel rank, balanced by tokens: the longest first, each to the least loaded.
+    def units(self) -> list[Family]:
+        """Traces by unit, in order; only with `unit_of`."""
+        assert self.unit_of is not None
+        found: dict[int, list[int]] = {}
+        for trace, unit in enumerate(self.unit_of[self.sample_of].tolist()):
+            found.setdefault(unit, []).append(trace)
+        return [Family(traces, 0) for traces in found.values()]
 
-        Families stay together unless the busiest rank has less to do without.
+    def chunks(self, size: int) -> list[list[int]]:
+        """Trace indices in minibatches of `size` samples, in order. A unit goes where its first sample goes."""
+        owner, first = self.sample_of.tolist(), dict[int, int]()
+        unit = list(range(self.num_samples)) if self.unit_of is None else self.unit_of.tolist()
+        chunks: list[list[int]] = [[] for _ in range(math.ceil(self.num_samples / size))]
+        for trace, sample in enumerate(owner):
+            chunks[first.setdefault(unit[sample], sample) // size].append(trace)
+        return [traces for traces in chunks if traces]
+
+    def shares(self, count: int) -> list[list[int]]:
+        """Trace indices in `count` shares, balanced by tokens: the longest first, each to the least loaded.
+
+        Families stay together unless the largest share is smaller without; units always do.
         """
-        if ranks == 1:
+        if count == 1:
             return [list(range(self.num_traces))]
+        if self.unit_of is not None:
+            return _deal(self.units(), count, self.lengths.tolist())
         families = self.families()
         lone = [Family([trace], 0) for trace in range(self.num_traces)]
-        ways = [_deal(dealt, ranks, self.lengths.tolist()) for dealt in (families, lone)]
+        ways = [_deal(dealt, count, self.lengths.tolist()) for dealt in (families, lone)]
         return min(ways, key=lambda way: max(self.computed(families, share) for share in way))
 
     def computed(self, families: Sequence[Family], traces: Sequence[int]) -> int:
@@ -182,7 +203,7 @@ class Batch:
         return sum(part.cost(lengths) for part in parts if part.traces)
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
-        """[tokens] a column whose parts were computed by the ranks of `shares`, put back in this batch's order."""
+        """[tokens] a column whose parts were computed for each of the `shares`, put back in this batch's order."""
         if len(parts) == 1:
             return parts[0]
         starts = torch.cumsum(self.lengths, 0) - self.lengths
@@ -195,11 +216,19 @@ class Batch:
     def micro_batches(self, max_tokens: int) -> list[list[int]]:
         """Trace indices in chunks of at most `max_tokens` tokens (a longer trace goes alone), longest first.
 
-        A prefix counts once in a chunk, and a family is cut only where no chunk holds it.
+        A prefix counts once in a chunk, and a family is cut only where no chunk holds it; a unit never is.
         """
         lengths = self.lengths.tolist()
         chunks: list[list[int]] = []
         room = 0
+        if self.unit_of is not None:
+            for unit in sorted(self.units(), key=lambda unit: -unit.cost(lengths)):
+                if (cost := unit.cost(lengths)) > room:
+                    chunks.append([])
+                    room = max_tokens
+                chunks[-1] += unit.traces
+                room -= cost
+            return chunks
         for family in sorted(self.families(), key=lambda f: -max(lengths[t] for t in f.traces)):
             cost, paid = family.cost(lengths), False
             if room < cost <= max_tokens:
@@ -233,14 +262,14 @@ def _common(a: list[int], b: list[int]) -> int:
     return shorter if a[:shorter] == b[:shorter] else next(i for i in range(shorter) if a[i] != b[i])
 
 
-def _deal(families: Sequence[Family], ranks: int, lengths: Sequence[int]) -> list[list[int]]:
-    """The traces of whole families by rank: the longest first, each to the least loaded."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
+def _deal(families: Sequence[Family], count: int, lengths: Sequence[int]) -> list[list[int]]:
+    """The traces of whole families in `count` shares: the longest first, each to the least loaded."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    load = [0] * count
     for family in sorted(families, key=lambda f: -f.cost(lengths)):
-        rank = load.index(min(load))
-        shares[rank] += family.traces
-        load[rank] += family.cost(lengths)
+        least = load.index(min(load))
+        shares[least] += family.traces
+        load[least] += family.cost(lengths)
     return shares
 
 

@@ -169,7 +169,7 @@ class Session:
             if self.ledger is not None:
                 self.ledger.commit(self.step, self.run.checkpoints.path(self.step))
         with new_folder(self.run.model_path) as folder:
-            await self.workers.actor.call(0, Learner.export, folder.absolute())
+            await self.workers.actor.broadcast(Learner.export, folder.absolute())
         self._close_ledger()
         self.run.write_summary(self.summary())
         write_report(self.run)
@@ -246,7 +246,7 @@ class Session:
             async def write(folder: Path) -> None:
                 for part, group in self.workers.learners().items():
                     (folder / part).mkdir(exist_ok=True)
-                    await group.call(0, Learner.save, (folder / part).absolute())
+                    await group.broadcast(Learner.save, (folder / part).absolute())
 
             if self.step in self.run.checkpoints.steps():
                 self.run.checkpoints.amend(self.step, state)

@@ -14,7 +14,6 @@ from drumroll.algorithms import OLD, REFERENCE, TEACHER, VALUES
 from drumroll.batch import Batch
 from drumroll.envs.metrics import describe_episodes
 from drumroll.learners import Learner, Metrics, Update
-from drumroll.learners.totals import merge
 from drumroll.sample import Group, Version
 from drumroll.workers.batch_builder import BatchBuilder, Memory
 from drumroll.workers.group import WorkerGroup
@@ -34,17 +33,17 @@ async def pack(workers: Workers, groups: Sequence[Group], oldest: Version = 0) -
 async def infer(workers: Workers, batch: Batch, temperature: float) -> Batch:
     """Only the forward passes that the algorithm needs, each over all ranks of its role."""
     if OLD in workers.needs:
-        batch = await _join(workers, batch, "old", await workers.actor.scatter(Learner.logprobs, batch, temperature))
+        batch = await _join(workers, batch, "old", await workers.actor.scatter(Learner.infer, batch, temperature))
     if REFERENCE in workers.needs:
         assert workers.reference is not None, "a KL term needs the reference role"
-        parts = await workers.reference.scatter(Learner.reference_logprobs, batch, temperature)
+        parts = await workers.reference.scatter(Learner.infer_reference, batch, temperature)
         batch = await _join(workers, batch, "reference", parts)
     if TEACHER in workers.needs:
         assert workers.teacher is not None, "a KL term needs the teacher role"
-        batch = await _join(workers, batch, "teacher", await workers.teacher.scatter(Learner.logprobs, batch, temperature))
+        batch = await _join(workers, batch, "teacher", await workers.teacher.scatter(Learner.infer, batch, temperature))
     if VALUES in workers.needs:
         assert workers.critic is not None, "GAE needs the critic role"
-        batch = await _join(workers, batch, "values", await workers.critic.scatter(Learner.values, batch))
+        batch = await _join(workers, batch, "values", await workers.critic.scatter(Learner.infer, batch))
     return batch
 
 
@@ -64,14 +63,14 @@ async def update(workers: Workers, batch: Batch, temperature: float, *, idle: bo
     """Train the critic, if there is one, and the actor on a batch; `idle` leaves the actor as it is."""
     metrics: Metrics = {}
     if workers.critic is not None:
-        metrics |= await train(workers.critic, await workers.batch_builder.keep(0, BatchBuilder.critic_work, batch))
+        metrics |= await train(workers, workers.critic, await workers.batch_builder.keep(0, BatchBuilder.critic_work, batch))
     work = await workers.batch_builder.keep(0, BatchBuilder.actor_work, batch, temperature, idle)
-    return metrics | await train(workers.actor, work)
+    return metrics | await train(workers, workers.actor, work)
 
 
-async def train(group: WorkerGroup[Learner], work: Update) -> Metrics:
-    """An update over all ranks of a role."""
-    return merge(await group.broadcast(Learner.update, work))
+async def train(workers: Workers, group: WorkerGroup[Learner], work: Update) -> Metrics:
+    """Update a role on all its ranks."""
+    return await workers.batch_builder.call(0, BatchBuilder.metrics, *await group.scatter(Learner.update, work))
 
 
 async def publish(workers: Workers, version: int) -> None:

@@ -198,10 +198,10 @@ def test_a_killed_engine_is_replaced_and_the_run_completes(small, killer, kill):
 @pytest.mark.slow
 def test_an_engine_killed_in_the_middle_of_a_broadcast_is_replaced(small, killer, monkeypatch, kill):
     """Its sender is under way and the other engine has begun to receive; the second attempt reaches who is there."""
-    call, struck = RayGroup.call, []
+    broadcast, struck = RayGroup.broadcast, []
 
-    async def strike_when_armed(self, rank, method, *args, **kwargs):
-        result = await call(self, rank, method, *args, **kwargs)
+    async def strike_when_armed(self, method, *args, **kwargs):
+        result = await broadcast(self, method, *args, **kwargs)
         if method is LearnerWorker.send and listener.armed and not struck:
             struck.append(True)
             await kill(listener.armed[0].rollout, 1)
@@ -212,7 +212,7 @@ def test_an_engine_killed_in_the_middle_of_a_broadcast_is_replaced(small, killer
 
     listener = killer(arm)
     listener.armed = []
-    monkeypatch.setattr(RayGroup, "call", strike_when_armed)
+    monkeypatch.setattr(RayGroup, "broadcast", strike_when_armed)
     cluster = ONE | {"devices": 3, "weight_sync": "broadcast"}
     roles = {"actor": {"devices": "0"}, "rollout": {"devices": "1-2"}}
     run = drumroll.train(small(cluster=cluster, roles=roles, steps=4, threads=1, eval={"sets": {}}), progress=listener)

@@ -19,7 +19,7 @@ from drumroll.engines import EngineLost, Request, Sampling
 from drumroll.engines.native import NativeEngine
 from drumroll.engines.vllm import VllmEngine
 from drumroll.errors import ConfigError
-from drumroll.learners.torch import TorchLearner
+from drumroll.learners.backends.torch import torch_learner
 from drumroll.models import tiny
 from drumroll.models.loading import load
 from drumroll.sample import Group, Owner, Prompt, Sample, StopReason, Trace
@@ -95,7 +95,7 @@ def gaps(model, wanted, done, temperature=1.0):
         prompt = Prompt(str(i), "d", "", request.tokens)
         groups.append(Group(prompt, i, [Sample(prompt, i, 0, traces=[trace], reward=0.0)]))
     batch = pack(groups)
-    gap = (TorchLearner(model, OptimConfig(), total_steps=1).logprobs(batch, temperature) - batch.behaviour).abs()
+    gap = (torch_learner(model, OptimConfig(), total_steps=1).infer(batch, temperature) - batch.behaviour).abs()
     return gap[batch.mask], batch.versions[batch.mask]
 
 

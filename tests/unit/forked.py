@@ -17,7 +17,13 @@ import torch
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
-    ["torch", "torch.distributed", "transformers.models.llama.modeling_llama", "drumroll.learners.critic", "drumroll.api"]
+    [
+        "torch",
+        "torch.distributed",
+        "transformers.models.llama.modeling_llama",
+        "drumroll.learners.backends.torch",
+        "drumroll.api",
+    ]
 )
 
 

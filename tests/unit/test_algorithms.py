@@ -684,16 +684,16 @@ def test_an_estimator_of_ones_own_and_a_guard_against_nan(mine):
 def test_a_finite_loss_with_a_broken_gradient_leaves_the_weights(mine):
     from drumroll.config.optim import OptimConfig
     from drumroll.learners import Update
-    from drumroll.learners.torch import TorchLearner
+    from drumroll.learners.backends.torch import torch_learner
     from drumroll.models.loading import load as load_model
 
     name = mine("def broken(tokens, config): return (tokens.logprobs * 0).sqrt()")
     algorithm = Algorithm(AlgorithmConfig(loss=f"{name}:broken"), single_update=True)
-    learner = TorchLearner(load_model("tiny-random"), OptimConfig(lr=1.0), total_steps=1)
-    before = {n: w.clone() for n, w in learner.weights().items()}
+    learner = torch_learner(load_model("tiny-random"), OptimConfig(lr=1.0), total_steps=1)
+    before = {n: w.clone() for n, w in learner.weights()}
     with pytest.raises(AlgorithmError, match=r"the gradient at step 1 has norm nan though the loss is finite"):
         learner.update(Update(algorithm.advantages(sample_batch()), algorithm.loss, algorithm.aggregate))
-    assert all(torch.equal(before[n], w) for n, w in learner.weights().items())
+    assert all(torch.equal(before[n], w) for n, w in learner.weights())
 
 
 def test_a_critic_of_ones_own_estimator_is_asked_for_by_its_traits(mine, small):

@@ -12,7 +12,7 @@ from drumroll.batch import pack
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.config.optim import OptimConfig
 from drumroll.learners import Update
-from drumroll.learners.torch import TorchLearner
+from drumroll.learners.backends.torch import torch_learner
 from drumroll.models.loading import load
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 
@@ -143,9 +143,9 @@ def exact(model):
 def gradient(batch, loss, aggregate=token_mean, micro_tokens=10_000, dtype="float64"):
     """The whole gradient of one update, as a vector (clipping off, learning rate 0)."""
     model = exact(load("tiny-random", dtype=dtype, seed=1))
-    learner = TorchLearner(model, OptimConfig(lr=0.0, grad_clip=0, micro_tokens=micro_tokens), total_steps=1)
+    learner = torch_learner(model, OptimConfig(lr=0.0, grad_clip=0, micro_tokens=micro_tokens), total_steps=1)
     grads = []
-    learner.optimizer.step = lambda: grads.extend(p.grad.clone().flatten() for p in learner.master)  # type: ignore[method-assign]
+    learner.backend.optimizer.step = lambda: grads.extend(p.grad.clone().flatten() for p in learner.backend.master)  # type: ignore[method-assign]
     learner.update(Update(batch, loss, aggregate))
     return torch.cat(grads)
 

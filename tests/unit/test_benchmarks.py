@@ -27,7 +27,7 @@ from drumroll.engines import Sampling  # noqa: E402
 from drumroll.engines.continuation import Continuation  # noqa: E402
 from drumroll.engines.native import NativeEngine  # noqa: E402
 from drumroll.learners import Update  # noqa: E402
-from drumroll.learners.torch import TorchLearner  # noqa: E402
+from drumroll.learners.backends.torch import torch_learner  # noqa: E402
 from drumroll.models.loading import load  # noqa: E402
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace  # noqa: E402
 
@@ -59,7 +59,7 @@ def test_the_operations_of_an_update_are_those_that_torch_counts(micro_tokens):
     shape, made = Shape.of(model.module), groups()
     algorithm = Algorithm(AlgorithmConfig(preset="grpo"), single_update=True)
     batch = algorithm.advantages(pack(made))
-    learner = TorchLearner(model, OptimConfig(lr=0.0, micro_tokens=micro_tokens), total_steps=1)
+    learner = torch_learner(model, OptimConfig(lr=0.0, micro_tokens=micro_tokens), total_steps=1)
     with FlopCounterMode(display=False) as counter:
         learner.update(Update(batch, algorithm.loss, algorithm.aggregate))
     done = trained(shape, batch, micro_tokens)

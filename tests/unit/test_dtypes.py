@@ -11,7 +11,7 @@ from drumroll.batch import Batch, pack
 from drumroll.config import RLConfig, check
 from drumroll.engines import Request, Sampling
 from drumroll.engines.native import NativeEngine
-from drumroll.learners.torch import TorchLearner
+from drumroll.learners.backends.torch import torch_learner
 from drumroll.models import tiny
 from drumroll.models.loading import load, load_classifier
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
@@ -66,7 +66,7 @@ def theirs(folder: str, tokens: list[int]) -> torch.Tensor:
 
 def test_the_learner_in_bfloat16_equals_transformers(tmp_path):
     folder, tokens = saved(LLAMA, tmp_path), sequence()
-    ours = TorchLearner(load(folder, dtype="bfloat16"), None).logprobs(one_sample(tokens), 1.0)[1:]
+    ours = torch_learner(load(folder, dtype="bfloat16"), None).infer(one_sample(tokens), 1.0)[1:]
     assert (ours - theirs(folder, tokens)).abs().mean() < 0.02  # 0.23 with frequencies in bfloat16
 
 
@@ -108,7 +108,7 @@ def test_the_reference_takes_the_actors_dtype(small, dtype):
     config = check(small(roles={"actor": {"dtype": dtype}, "teacher": {"model": "tiny"}}, algorithm={"teacher": 1.0}))
     assert isinstance(config, RLConfig)
     batch = one_sample([3 + token % 90 for token in sequence()[:40]])
-    actor, reference, teacher = (make(config).logprobs(batch, 1.0) for make in (make_actor, make_reference, make_teacher))
+    actor, reference, teacher = (make(config).infer(batch, 1.0) for make in (make_actor, make_reference, make_teacher))
     assert torch.equal(actor, reference)
     assert torch.equal(actor, teacher)
 

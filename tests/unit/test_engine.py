@@ -13,7 +13,7 @@ from drumroll.config.optim import OptimConfig
 from drumroll.engines import EngineLost, Request, Sampling
 from drumroll.engines.native import NativeEngine
 from drumroll.engines.sampler import Restriction, choose, keyed_uniform
-from drumroll.learners.torch import TorchLearner
+from drumroll.learners.backends.torch import torch_learner
 from drumroll.models.loading import end_tokens, load
 from drumroll.sample import Group, Owner, Prompt, Sample, StopReason, Trace
 
@@ -60,7 +60,7 @@ def fixed(model):
 @pytest.mark.parametrize("which", ["engine", "fixed"])
 def test_logprobs_equal_the_learners(which, model, request):
     engine = request.getfixturevalue(which)
-    learner = TorchLearner(model, OptimConfig(), total_steps=1)
+    learner = torch_learner(model, OptimConfig(), total_steps=1)
     wanted = requests(30, temperature=0.7)
     groups = []
     for i, one in enumerate(wanted):
@@ -73,7 +73,7 @@ def test_logprobs_equal_the_learners(which, model, request):
         sample.traces = [trace]
         groups.append(Group(prompt, i, [sample]))
     batch = pack(groups)
-    gap = (learner.logprobs(batch, 0.7) - batch.behaviour)[batch.mask].abs().max()
+    gap = (learner.infer(batch, 0.7) - batch.behaviour)[batch.mask].abs().max()
     assert batch.mask.sum() > 100
     assert gap < 1e-4
 
@@ -260,7 +260,7 @@ def test_switching_weights_in_flight_loses_no_request(recompute):
     assert any({0, 1} <= set(c.versions) for c in done), "no sample spans the switch"
     assert all(c.versions == sorted(c.versions) for c in done)
     if recompute:  # then every later token is exactly what the new weights say, prefix included
-        learner = TorchLearner(model, OptimConfig(), total_steps=1)
+        learner = torch_learner(model, OptimConfig(), total_steps=1)
         groups = []
         for i, (one, c) in enumerate(zip(wanted, done, strict=True)):
             trace = Trace()
@@ -269,7 +269,7 @@ def test_switching_weights_in_flight_loses_no_request(recompute):
             prompt = Prompt(str(i), "d", "", one.tokens)
             groups.append(Group(prompt, i, [Sample(prompt, i, 0, traces=[trace], reward=0.0)]))
         batch = pack(groups)
-        gap = (learner.logprobs(batch, 1.0) - batch.behaviour).abs()
+        gap = (learner.infer(batch, 1.0) - batch.behaviour).abs()
         assert gap[batch.mask & (batch.versions == 1)].max() < 1e-4
         assert gap[batch.mask & (batch.versions == 0)].max() > 1e-3
 

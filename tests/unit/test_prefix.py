@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumroll.batch import pack
 from drumroll.config.optim import OptimConfig
-from drumroll.learners.torch import TorchLearner
+from drumroll.learners.backends.torch import torch_learner
+from drumroll.learners.heads import Settings
 from drumroll.models import attention
 from drumroll.models.head import Head
 from drumroll.models.loading import LoadedModel
@@ -46,11 +47,11 @@ def shares(batch):
 
 
 def ours(model, batch):
-    learner = TorchLearner(model, OptimConfig(), total_steps=1)
-    logprobs, entropy = learner._forward(batch, 0.7, entropy_gradient=True)
+    learner = torch_learner(model, OptimConfig(), total_steps=1)
+    logprobs, entropy = learner.backend._forward(batch, Settings(0.7, True))
     weights = shares(batch)
     (logprobs * weights[0] + entropy * weights[1]).sum().backward()
-    return torch.cat([p.grad.flatten() for p in learner.master])
+    return torch.cat([p.grad.flatten() for p in learner.backend.master])
 
 
 def plain(model, batch):
@@ -107,7 +108,7 @@ def test_any_groups_cut_anywhere(made, budget):
     if not batch.mask.any():
         return
     model = make("gemma3")
-    learner = TorchLearner(model, OptimConfig(), total_steps=1)
+    learner = torch_learner(model, OptimConfig(), total_steps=1)
     weights = torch.zeros(2, len(batch.tokens), dtype=torch.float64)
     weights[:, batch.mask] = shares(batch)
     starts = (torch.cumsum(batch.lengths, 0) - batch.lengths).tolist()
@@ -115,7 +116,7 @@ def test_any_groups_cut_anywhere(made, budget):
         micro = batch.select(chunk)
         where = torch.cat([torch.arange(starts[t], starts[t] + int(batch.lengths[t])) for t in chunk])[micro.mask]
         if len(where):
-            logprobs, entropy = learner._forward(micro, 0.7, entropy_gradient=True)
+            logprobs, entropy = learner.backend._forward(micro, Settings(0.7, True))
             (logprobs * weights[0, where] + entropy * weights[1, where]).sum().backward()
     found = torch.cat([p.grad.flatten() for p in model.module.parameters()])
     truth = plain(make("gemma3"), batch)
@@ -133,13 +134,11 @@ def test_a_tree_holds_every_trace_and_shares_nothing_trained(made):
 
 
 def test_values_under_a_shared_prompt_are_those_of_every_sequence_alone():
-    from drumroll.learners.critic import TorchCritic
-
-    learner = TorchCritic(value_model(make("llama")), OptimConfig(), total_steps=1)
-    torch.nn.init.normal_(learner.model.module.head.weight)
+    learner = torch_learner(value_model(make("llama")), OptimConfig(), total_steps=1)
+    torch.nn.init.normal_(learner.backend.model.module.head.weight)
     batch = pack(random_groups())
-    alone = torch.cat([learner._values(batch.select([t])) for t in range(batch.num_traces)])
-    assert (learner._values(batch) - alone).abs().max() < 1e-12
+    alone = torch.cat([learner.backend._forward(batch.select([t]), Settings())[0] for t in range(batch.num_traces)])
+    assert (learner.backend._forward(batch, Settings())[0] - alone).abs().max() < 1e-12
 
 
 class Largest(TorchDispatchMode):

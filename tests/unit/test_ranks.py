@@ -15,8 +15,9 @@ from drumroll.algorithms.losses import SFTLoss
 from drumroll.config.optim import OptimConfig
 from drumroll.errors import Interrupted, PeerFailed
 from drumroll.learners import Update
+from drumroll.learners.backends.torch import torch_learner
 from drumroll.learners.ranks import Ranks
-from drumroll.learners.torch import TorchLearner
+from drumroll.mesh import Mesh
 from drumroll.models.loading import load
 from drumroll.workers import group
 from drumroll.workers.group import LocalGroup, Role
@@ -29,10 +30,10 @@ PATIENCE = 600.0
 def rank(number, port, where, seconds, answers):
     """Train twice; rank 0 fails at `where` in the first update. Tells how both updates ended."""
     torch.set_num_threads(1)
-    ranks = Ranks.meet(number, 2, "127.0.0.1", port, device="cpu", seconds=seconds, patience=PATIENCE)
-    learner = TorchLearner(load("tiny-random", seed=1), OptimConfig(lr=1e-2), total_steps=1, ranks=ranks)
+    ranks = Ranks.meet(Mesh(data=2, rank=number), "127.0.0.1", port, device="cpu", seconds=seconds, patience=PATIENCE)
+    learner = torch_learner(load("tiny-random", seed=1), OptimConfig(lr=1e-2), total_steps=1, ranks=ranks)
     work = Update(batch(), SFTLoss(), Shares("token_mean"))
-    before = [p.detach().clone() for p in learner.master]
+    before = [p.detach().clone() for p in learner.backend.master]
 
     if where == "absent" and number == 0:
         answers.put((0, [], True))
@@ -51,9 +52,10 @@ def rank(number, port, where, seconds, answers):
                 planted = {
                     "minibatches": (learner, "_minibatches"),
                     "aggregate": (learner, "_share"),
-                    "backward": (learner, "_backward"),
+                    "loss": (learner, "_loss"),
+                    "backward": (torch.Tensor, "backward"),
                     "clip": (torch.nn.utils, "clip_grad_norm_"),
-                    "step": (learner.optimizer, "step"),
+                    "step": (learner.backend.optimizer, "step"),
                     "sum": (ranks, "_reduce"),
                 }[where]
                 patch.setattr(*planted, fail_in_sum if where == "sum" else fail)
@@ -62,7 +64,7 @@ def rank(number, port, where, seconds, answers):
                 ends.append("trained")
             except Exception as error:
                 ends.append(type(error).__name__)
-    same = all(torch.equal(a, b) for a, b in zip(before, learner.master, strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(before, learner.backend.master, strict=True))
     answers.put((number, ends, same))
     time.sleep(PATIENCE)  # a process that ends would end the wait of its peers
 
@@ -83,7 +85,7 @@ def two_ranks(where, seconds=PATIENCE):
             process.join()
 
 
-@pytest.mark.parametrize("where", ["minibatches", "aggregate", "backward", "clip"])
+@pytest.mark.parametrize("where", ["minibatches", "aggregate", "loss", "backward", "clip"])
 def test_what_fails_before_the_step_is_voted_on(where):
     """No rank steps, and the group stays usable."""
     ends = two_ranks(where)

@@ -1,10 +1,13 @@
-"""Data-parallel ranks: what a learner must agree on with its peers. One rank alone agrees with itself at no cost."""
+"""The ranks of a training role: where this one stands on the mesh, and how it agrees with its peers.
+
+A rank alone agrees with itself at no cost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from drumroll.errors import PeerFailed
+from drumroll.errors import Interrupted, PeerFailed
+from drumroll.mesh import Mesh
 from drumroll.processes.rendezvous import LOOPBACK, find_store, gloo_options, meeting, register_gloo, steer_nccl
 
 BUCKET = 2**24
@@ -22,17 +26,16 @@ BUCKET = 2**24
 
 @dataclass
 class Ranks:
-    """This rank among its peers; `group` is a process group of theirs alone."""
+    """This rank's mesh, and the process group of all ranks on it. Ranks that never `met` (of frozen roles) agree alone."""
 
-    rank: int = 0
-    count: int = 1
+    mesh: Mesh = field(default_factory=Mesh)
     group: Any = None
+    met: bool = False
 
     @classmethod
     def meet(
         cls,
-        rank: int,
-        count: int,
+        mesh: Mesh,
         host: str,
         port: int,
         *,
@@ -45,22 +48,24 @@ class Ranks:
 
         `patience` is how long that may take, `seconds` (its default) how long a collective may take.
         """
-        if count == 1:
+        if mesh.size == 1:
             return ALONE
         patience = seconds if patience is None else patience
         store, backend, options = find_store(host, port, patience, address), "nccl", None
-        with meeting(store, rank, count, address, patience):
+        with meeting(store, mesh.rank, mesh.size, address, patience):
             if device.startswith("cuda"):
                 steer_nccl(address)
             else:
                 backend, options = register_gloo(), gloo_options(host, address, patience)
             limit = timedelta(seconds=seconds)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit, pg_options=options)
-        return cls(rank, count, dist.group.WORLD)
+            dist.init_process_group(
+                backend, store=store, rank=mesh.rank, world_size=mesh.size, timeout=limit, pg_options=options
+            )
+        return cls(mesh, dist.group.WORLD, met=True)
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by the sum of the ranks' tensors, in buckets; contiguous, because gloo ignores strides."""
-        if self.count == 1:
+        if not self.met:
             return
         bucket: list[Tensor] = []
         with self.failing_together():
@@ -73,16 +78,36 @@ class Ranks:
                         own.copy_(part.view_as(own))
                     bucket = []
 
-    def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
-        if self.count == 1:
-            return flag
+    def most(self, number: int) -> int:
+        """The largest number that any rank gives."""
+        if not self.met:
+            return number
         with self.failing_together():
             if self.group is None:
-                raise PeerFailed(f"Rank {self.rank} of {self.count} has left its peers after a failure; start the run again.")
-            told = torch.tensor([int(flag)], device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+                raise PeerFailed(
+                    f"Rank {self.mesh.rank} of {self.mesh.size} has left its peers after a failure; start the run again."
+                )
+            told = torch.tensor([number], device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
             self._reduce(told, dist.ReduceOp.MAX)
-            return bool(told.item())
+            return int(told.item())
+
+    @contextmanager
+    def agreed(self, undo: Callable[[], None]) -> Iterator[None]:
+        """Run a block of local work on every rank, then vote; if it failed on one rank, all call `undo` and raise."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+        try:
+            stopped = self.most(int(failure is not None))
+        except PeerFailed as lost:
+            if failure is None:
+                raise
+            raise failure from lost
+        if stopped:
+            undo()
+            raise failure or Interrupted("another rank stopped in this update")
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -102,8 +127,8 @@ class Ranks:
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise PeerFailed(
-                f"Rank {self.rank} of {self.count} lost its peers in an update: one of them failed, which its own error explains, or "
-                f"did not come within cluster.collective_timeout ({reason})."
+                f"Rank {self.mesh.rank} of {self.mesh.size} lost its peers in an update: one of them failed, which its own error "
+                f"explains, or did not come within cluster.collective_timeout ({reason})."
             ) from error
 
 

@@ -56,6 +56,23 @@ class Head:
         return logprobs, entropy
 
 
+class LogProbModel(nn.Module):
+    """A causal language model as one module that is called once per micro-batch: token tree in, log-probs and entropies out.
+
+    Wrappers that gather parameters around a forward pass (FSDP) see every use of a parameter, because all are in it.
+    """
+
+    def __init__(self, language_model: Any) -> None:
+        super().__init__()
+        self.language_model = language_model
+
+    @override
+    def forward(
+        self, tokens: Tensor, layout: Any, before: Tensor, chosen: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        return score(self.language_model, tokens, layout, before, chosen, temperature, entropy_gradient=entropy_gradient)
+
+
 def score(
     module: Any, tokens: Tensor, layout: Any, before: Tensor, chosen: Tensor, temperature: float, *, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:

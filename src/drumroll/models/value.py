@@ -14,7 +14,7 @@ from drumroll.models.prefix_tree import PrefixTree
 
 
 class ValueModel(nn.Module):
-    """[tokens] one number per position of packed sequences; 0 everywhere before training."""
+    """Token tree in, one number for each chosen token out: the value before it; 0 everywhere before training."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -26,9 +26,10 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     @override
-    def forward(self, tokens: Tensor, layout: PrefixTree) -> Tensor:
+    def forward(self, tokens: Tensor, layout: PrefixTree, before: Tensor, *_: Any) -> tuple[Tensor]:
         out = self.body(input_ids=tokens[None], position_ids=layout.positions(), use_cache=False, layout=layout)
-        return self.head(out.last_hidden_state[0])[:, 0].to(torch.promote_types(self.head.weight.dtype, torch.float32))
+        values = self.head(out.last_hidden_state[0])[:, 0].to(torch.promote_types(self.head.weight.dtype, torch.float32))
+        return (values.index_select(0, before),)
 
 
 def value_model(model: LoadedModel) -> LoadedModel:

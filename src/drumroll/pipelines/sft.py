@@ -93,7 +93,7 @@ async def train(session: Session, config: SFTConfig) -> None:
         async with session.stage("data"):
             batch = demonstrations.batch()
         async with session.stage("train"), workers.training():
-            metrics = await stages.train(workers.actor, workers.actor.put(Update(batch, SFTLoss(), token_mean)))
+            metrics = await stages.train(workers, workers.actor, workers.actor.put(Update(batch, SFTLoss(), token_mean)))
         async with session.stage("publish"):
             await workers.publish(session.step + 1)
         skipped = {"data/skipped": float(demonstrations.skipped.total())} if demonstrations.skipped else {}

@@ -61,6 +61,7 @@ class WeightManifest:
     version: Version
     where: str = ""
     token: int = 0
+    attempt: int = 0  # all who take part in a publication go by its number
     entries: tuple[Entry, ...] = ()
     weights: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 

@@ -72,7 +72,7 @@ class _Link:
         self.store = open_store(*where) if rank == 0 else find_store(*where, address)
         self.meeting = replace(meeting, port=self.store.port)
         self.rank, self.address = rank, address
-        self._parcels = 0
+        self.attempts = 0
         self._idle: dict[int, Tensor] = {}
 
     @cached_property
@@ -89,14 +89,13 @@ class _Link:
             options._timeout = self.timeout
             return dist.ProcessGroupNCCL(store, self.rank, size, options)
 
-    def send(self, version: Version, buckets: Iterable[tuple[list[Entry], Tensor]]) -> None:
-        """Broadcast a manifest; returns when all have taken it."""
-        self._parcels += 1
-        taken = [f"{self._parcels}/taken/{rank}" for rank in range(1, self.meeting.size)]
+    def send(self, attempt: int, version: Version, buckets: Iterable[tuple[list[Entry], Tensor]]) -> None:
+        """Broadcast a version in a numbered attempt; returns when all have taken it."""
+        taken = [f"{attempt}/taken/{rank}" for rank in range(1, self.meeting.size)]
         posted, works = list[str](), deque[Any]()
 
         def post(header: _Header) -> None:
-            posted.append(f"{self._parcels}/{len(posted)}")
+            posted.append(f"{attempt}/{len(posted)}")
             self.store.set(posted[-1], header.encode())
 
         try:
@@ -124,12 +123,11 @@ class _Link:
             del self.group
             raise
 
-    def take(self) -> Iterator[tuple[_Header, Tensor]]:
-        """The buckets of a manifest, each given out while the next are on their way; the last one is empty."""
-        self._parcels += 1
-        manifest, flying = self._parcels, deque[tuple[Any, _Header, Tensor]]()
+    def take(self, attempt: int) -> Iterator[tuple[_Header, Tensor]]:
+        """The buckets of an attempt, each given out while the next are on their way; the last one is empty."""
+        flying = deque[tuple[Any, _Header, Tensor]]()
         for index in count():
-            header = _Header.decode(self.store.get(f"{manifest}/{index}"))
+            header = _Header.decode(self.store.get(f"{attempt}/{index}"))
             data = self.buffer(header.size)
             if header.entries:
                 flying.append((self.group.broadcast(data, 0), header, data))
@@ -140,7 +138,7 @@ class _Link:
             if header.error:
                 raise WeightSyncError(f"The sender of version {header.version} failed: {header.error}")
             if not header.entries:
-                self.store.set(f"{manifest}/taken/{self.rank}", "")
+                self.store.set(f"{attempt}/taken/{self.rank}", "")
                 yield header, data
                 return
 
@@ -201,9 +199,10 @@ class BroadcastSender:
 
     def send(self, version: Version, tensors: Named) -> WeightManifest:
         self.wait()
-        self._sending = Future()
-        threading.Thread(target=self._run, args=(version, tensors, self._sending), name="weight-sync", daemon=True).start()
-        return WeightManifest(version, f"{self.meeting.host}:{self.meeting.port}")
+        self._sending, self._link.attempts = Future(), self._link.attempts + 1
+        work = (self._link.attempts, version, tensors, self._sending)
+        threading.Thread(target=self._run, args=work, name="weight-sync", daemon=True).start()
+        return WeightManifest(version, f"{self.meeting.host}:{self.meeting.port}", attempt=self._link.attempts)
 
     def wait(self) -> None:
         sending, self._sending = self._sending, None
@@ -213,10 +212,10 @@ class BroadcastSender:
         except RuntimeError as error:  # torch's own, of gloo, NCCL and the store
             raise WeightSyncError(f"The weights did not reach all engines; close this sender and meet anew: {error}") from error
 
-    def _run(self, version: Version, tensors: Named, done: Future[None]) -> None:
+    def _run(self, attempt: int, version: Version, tensors: Named, done: Future[None]) -> None:
         try:
             with torch.no_grad():
-                self._link.send(version, self._buckets(tensors))
+                self._link.send(attempt, version, self._buckets(tensors))
             done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
@@ -268,7 +267,7 @@ class BroadcastReceiver:
         self._link = _Link(meeting, rank, address)
 
     def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
-        buckets = self._link.take()
+        buckets = self._link.take(manifest.attempt)
         try:
             for header, data in buckets:
                 if header.version != manifest.version:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from drumroll.algorithms import Algorithm
 from drumroll.batch import Batch, pack
-from drumroll.learners import Update
+from drumroll.learners import Statistics, Update
+from drumroll.learners.statistics import merge
 from drumroll.sample import Group, Version
 
 Memory = dict[str, Any]
@@ -52,6 +53,10 @@ class BatchBuilder:
     def actor_work(self, batch: Batch, temperature: float, idle: bool) -> Update:
         """The policy's update."""
         return Update(batch, self.algorithm.loss, self.algorithm.aggregate, temperature, idle)
+
+    def metrics(self, *parts: Statistics) -> dict[str, float]:
+        """The metrics of an update, from what one rank of each share saw."""
+        return merge(parts)
 
     def critic_work(self, batch: Batch) -> Update:
         """The critic's update."""

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from drumroll.errors import Interrupted, PeerFailed
+from drumroll.mesh import Mesh
 from drumroll.placement.devices import DeviceSet
 from drumroll.processes.threads import SerialExecutor
 from drumroll.workers.server import WorkerLost
@@ -46,6 +47,7 @@ class WorkerGroup(ABC, Generic[W]):
     def __init__(self, role: Role, size: int) -> None:
         self.role = role
         self.size = size
+        self.mesh = Mesh(data=size)
 
     @abstractmethod
     async def _send(self, rank: int, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -74,11 +76,13 @@ class WorkerGroup(ABC, Generic[W]):
         return await self._send(rank, method.__name__, args, kwargs)
 
     async def scatter(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Run a method of data-parallel workers, each on its share of what the arguments stand for; results stay there.
+        """Run a method on all workers, each on its share of a batch; returns a reference to the result for each share.
 
         A worker cuts its own share (`Batch.shares`, balanced by tokens), so a batch moves once to a host, not through here.
+        Workers at the same data coordinates have the same share: the first of them answers for it.
         """
-        return await _together(*(self.keep(rank, method, *args, **kwargs) for rank in range(self.size)))
+        kept = await _together(*(self.keep(rank, method, *args, **kwargs) for rank in range(self.size)))
+        return [kept[rank] for rank in self.mesh.leaders()]
 
     def put(self, value: T) -> T:
         """What stands for a large value in calls to this group."""

@@ -29,13 +29,10 @@ from drumroll.sample import Version
 from drumroll.workers.batch_builder import BatchBuilder
 from drumroll.workers.group import LocalGroup, Role
 from drumroll.workers.roles import (
-    make_actor,
-    make_critic,
     make_judge,
-    make_reference,
     make_reward_model,
-    make_teacher,
     native_engine,
+    open_learner,
 )
 from drumroll.workers.runtime import Workers, configure_torch, open_algorithm
 
@@ -47,15 +44,16 @@ class LocalWorkers(Workers):
         super().__init__()
         configure_torch(config)
         rl = config if isinstance(config, RLConfig) else None
-        learner = make_actor(config)
+        learner = open_learner(config, "actor")
+        model = learner.backend.model
+        assert model is not None, "roles.actor.backend cannot share its weights with engines of its process"
         self._trained: list[Learner] = [learner]
-        self.tokenizer = learner.model.tokenizer
+        self.tokenizer = model.tokenizer
         self.actor = LocalGroup(Role.ACTOR, [learner])
         self._shared = rl is None or rl.rollout.max_staleness == 0
         self._recompute = rl is not None and rl.rollout.kv_at_switch == "recompute"
         engines: list[Engine] = [
-            native_engine(config, learner.model if self._shared else _copy(learner.model))
-            for _ in range(config.roles.rollout.workers)
+            native_engine(config, model if self._shared else _copy(model)) for _ in range(config.roles.rollout.workers)
         ]
         self.rollout = LocalGroup(Role.ROLLOUT, engines)
         self.router = Router(rl.rollout.engine_timeout) if rl else Router()
@@ -64,11 +62,11 @@ class LocalWorkers(Workers):
         self.batch_builder = LocalGroup(Role.BATCH_BUILDER, [BatchBuilder(algorithm)])
         self.needs = algorithm.needs
         if rl is not None and REFERENCE in self.needs:
-            self.reference = self.actor if adapters_off(rl) else LocalGroup(Role.REFERENCE, [make_reference(rl)])
+            self.reference = self.actor if adapters_off(rl) else LocalGroup(Role.REFERENCE, [open_learner(rl, "reference")])
         if rl is not None and TEACHER in self.needs:
-            self.teacher = LocalGroup(Role.TEACHER, [make_teacher(rl)])
+            self.teacher = LocalGroup(Role.TEACHER, [open_learner(rl, "teacher")])
         if rl is not None and VALUES in self.needs:
-            self._trained.append(make_critic(rl))
+            self._trained.append(open_learner(rl, "critic"))
             self.critic = LocalGroup(Role.CRITIC, self._trained[1:])
         self._scorers(config)
 
@@ -94,7 +92,7 @@ class LocalWorkers(Workers):
         if self._shared:
             await self.rollout.broadcast(Engine.set_version, version)
             return
-        weights = await self.actor.call(0, Learner.weights)
+        weights = dict(await self.actor.call(0, Learner.weights))
         for rank in range(self.rollout.size):
             with suppress(EngineLost):  # the router learns of it with the next request
                 await self.rollout.call(rank, Engine.load, version, weights, recompute=self._recompute)

@@ -191,7 +191,8 @@ class RayWorkers(Workers):
             ranks = self._engine_pool.living()
             if frozenset(ranks) != self._members and not await self._connect(ranks):
                 continue
-            manifest = await self._actors.call(0, LearnerWorker.send)
+            manifest, *_ = await self._actors.broadcast(LearnerWorker.send)
+            assert manifest is not None, "the first rank sends"
             loads = (self._engines.call(r, EngineWorker.receive, manifest, recompute=self._recompute) for r in ranks)
             if self._all_there(ranks, await asyncio.gather(*loads, return_exceptions=True)):
                 try:

@@ -7,11 +7,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from drumroll.config import AnyConfig
 from drumroll.engines import Completion, Engine, Request
 from drumroll.learners.ranks import Ranks
+from drumroll.mesh import Mesh
 from drumroll.models.adapters import peft_config
 from drumroll.placement.devices import Device, Kind
 from drumroll.processes.deadline import CpuTimeExceeded
@@ -50,13 +51,15 @@ def make_worker(
         return EngineWorker(getattr(roles, make)(config), config)
     if make == "make_reward_model":
         return roles.make_reward_model(config)
-    ranks = Ranks(rank, count)
-    if meeting is not None and make not in ("make_reference", "make_teacher"):
+    role = cast(roles.LearnerRole, make.removeprefix("make_"))
+    mesh = Mesh(data=count, rank=rank)
+    ranks = Ranks(mesh)
+    if meeting is not None and role not in ("reference", "teacher"):
         host, port, addresses = meeting
         seconds = config.cluster.collective_timeout
         patience = max(seconds, config.cluster.start_timeout)  # processes of one group may start minutes apart
-        ranks = Ranks.meet(rank, count, host, port, device=where, seconds=seconds, address=addresses[rank], patience=patience)
-    return LearnerWorker(getattr(roles, make)(config, ranks))
+        ranks = Ranks.meet(mesh, host, port, device=where, seconds=seconds, address=addresses[rank], patience=patience)
+    return LearnerWorker(roles.open_learner(config, role, ranks))
 
 
 def make_batch_builder(config: AnyConfig) -> BatchBuilder:
@@ -83,15 +86,18 @@ class LearnerWorker:
         if transport.kind == "shared":
             self._sender = SharedSender(run, packing)
             return None
-        settle(self.learner.working)
+        settle(self.learner.backend.working)
         sender = BroadcastSender(Meeting(transport.host, 0, size, transport.device, seconds=120.0), packing, address=address)
         self._sender = sender
         return sender.meeting
 
-    def send(self) -> WeightManifest:
-        """Offer the weights as they are; the count of updates is their version."""
-        assert self._sender is not None
-        return self._sender.send(self.learner.step, self.learner.weights().items())
+    def send(self) -> WeightManifest | None:
+        """Offer the weights as they are; the count of updates is their version. All ranks bring them together, the first sends."""
+        if self._sender is not None:
+            return self._sender.send(self.learner.step, self.learner.weights())
+        for _ in self.learner.weights():
+            pass
+        return None
 
     def sent(self) -> None:
         """Wait until the weights may change again."""

@@ -5,32 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from drumroll.config import AnyConfig, RLConfig
+from drumroll.config import AnyConfig
 from drumroll.config.roles import ActorRole, CriticRole, JudgeRole, ReferenceRole, RewardModelRole
 from drumroll.engines import Engine
 from drumroll.engines.native import NativeEngine
 from drumroll.errors import ConfigError
-from drumroll.learners.critic import TorchCritic
+from drumroll.learners import Learner, backends
+from drumroll.learners.backend import BACKENDS, LearnerSpec
+from drumroll.learners.heads import LogProbHead, ValueHead
 from drumroll.learners.ranks import ALONE, Ranks
-from drumroll.learners.torch import TorchLearner
 from drumroll.models.adapters import add_adapters
 from drumroll.models.loading import LoadedModel, end_tokens, load, load_tokenizer
-from drumroll.models.value import value_model
 from drumroll.rewards.model import Classifier
 from drumroll.workers.runtime import context_length
 
-
-def _model(config: AnyConfig, role: Literal["actor", "reference", "teacher", "critic"]) -> LoadedModel:
-    section = getattr(config.roles, role)
-    recompute = getattr(section, "recompute_activations", False)
-    dtype = section.dtype or config.roles.actor.dtype
-    return load(
-        config.role_model(role),
-        dtype=dtype,
-        device=local_device(config, section),
-        seed=config.seed,
-        recompute_activations=recompute,
-    )
+LearnerRole = Literal["actor", "reference", "teacher", "critic"]
+"""Roles that compute gradients or log-probs."""
+assert backends.__all__, "imported so that the built-in backends register"
 
 
 def local_device(config: AnyConfig, section: ActorRole | ReferenceRole | CriticRole | JudgeRole | RewardModelRole) -> str:
@@ -38,38 +29,33 @@ def local_device(config: AnyConfig, section: ActorRole | ReferenceRole | CriticR
     return str(section.devices or config.roles.actor.devices or "auto")
 
 
-def actor_model(config: AnyConfig) -> LoadedModel:
-    """The policy as it is trained, with its adapters if it has some."""
-    model = _model(config, "actor")
-    if config.roles.actor.lora is not None:
-        add_adapters(model, config.roles.actor.lora)
-    return model
+def open_learner(config: AnyConfig, role: LearnerRole, ranks: Ranks = ALONE) -> Learner:
+    """A rank of a role that computes gradients or log-probs: its backend, its head, and, unless it is frozen, its optimizer."""
+    section = getattr(config.roles, role)
+    optim = {"actor": config.optim, "critic": config.roles.critic.optim}.get(role)
+    head = ValueHead() if role == "critic" else LogProbHead()
+    if role == "teacher":
+        _check_tokens(config)
+    spec = LearnerSpec(
+        config.role_model(role),
+        head,
+        optim,
+        dtype=section.dtype or config.roles.actor.dtype,
+        device=local_device(config, section),
+        seed=config.seed,
+        recompute_activations=getattr(section, "recompute_activations", False),
+        lora=config.roles.actor.lora if role == "actor" else None,
+        ranks=ranks,
+    )
+    return Learner(BACKENDS.get(config.roles.actor.backend)(spec), optim, head, total_steps=config.steps)
 
 
-def make_actor(config: AnyConfig, ranks: Ranks = ALONE) -> TorchLearner:
-    """The policy being trained."""
-    return TorchLearner(actor_model(config), config.optim, total_steps=config.steps, ranks=ranks)
-
-
-def make_critic(config: RLConfig, ranks: Ranks = ALONE) -> TorchCritic:
-    """The value model, with an optimizer of its own."""
-    optim = config.roles.critic.optim
-    return TorchCritic(value_model(_model(config, "critic")), optim, total_steps=config.steps, ranks=ranks)
-
-
-def make_reference(config: RLConfig, ranks: Ranks = ALONE) -> TorchLearner:
-    """The frozen policy."""
-    return TorchLearner(_model(config, "reference"), None, ranks=ranks)
-
-
-def make_teacher(config: RLConfig, ranks: Ranks = ALONE) -> TorchLearner:
-    """The frozen policy to learn from."""
-    model = _model(config, "teacher")
-    if model.tokenizer.get_vocab() != load_tokenizer(config.role_model("actor")).get_vocab():
+def _check_tokens(config: AnyConfig) -> None:
+    """Refuse a teacher whose log-probs cannot be compared with the actor's."""
+    if load_tokenizer(config.role_model("teacher")).get_vocab() != load_tokenizer(config.role_model("actor")).get_vocab():
         raise ConfigError(
             f"roles.teacher.model: {config.role_model('teacher')} has other tokens than the actor, so their log-probs cannot be compared."
         )
-    return TorchLearner(model, None, ranks=ranks)
 
 
 def native_engine(config: AnyConfig, model: LoadedModel) -> NativeEngine:
@@ -82,7 +68,9 @@ def make_engine(config: AnyConfig) -> Engine:
     """An engine in a process of its own, with the weights that training starts from."""
     role, actor = config.roles.rollout, config.roles.actor
     if role.backend == "native":
-        model = actor_model(config)
+        model = load(config.role_model("actor"), dtype=actor.dtype, device=local_device(config, actor), seed=config.seed)
+        if actor.lora is not None:
+            add_adapters(model, actor.lora)
         model.module.requires_grad_(False)
         return native_engine(config, model)
     from drumroll.engines.vllm import VllmEngine

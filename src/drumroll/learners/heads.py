@@ -1,0 +1,111 @@
+"""Heads: what a model computes for each trained token, and how an update turns it into a loss.
+
+A head is a value, not a kind of learner: every backend and the one update loop work with any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from drumroll.algorithms.losses import Loss, Tokens, ValueLoss, ValueTokens
+from drumroll.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of a forward pass."""
+
+    temperature: float = 1.0
+    entropy_gradient: bool = False
+
+
+class Head(Protocol):
+    """Numbers per trained token, and the loss on them."""
+
+    @property
+    def name(self) -> str:
+        """What a backend builds: `logprob` or `value`."""
+        ...
+
+    @property
+    def area(self) -> str:
+        """The first part of its metrics' names."""
+        ...
+
+    def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
+        """The forward pass that a loss needs."""
+        ...
+
+    def loss(
+        self, loss: Loss | ValueLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """[trained tokens] the loss, and diagnostics. `moved`: the weights changed since the update began."""
+        ...
+
+
+@dataclass(frozen=True)
+class LogProbHead:
+    """Log-probs and entropies of a policy."""
+
+    name: str = "logprob"
+    area: str = "train"
+
+    def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
+        assert not isinstance(loss, ValueLoss)
+        return Settings(temperature, loss.entropy_gradient)
+
+    def loss(
+        self, loss: Loss | ValueLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        assert not isinstance(loss, ValueLoss)
+        logprobs, entropy = numbers
+        device = logprobs.device
+        old, advantages = trained(micro, micro.old, device), trained(micro, micro.advantages, device)
+        tokens = Tokens(
+            logprobs=logprobs,
+            entropy=entropy,
+            old=logprobs.detach() if old is None else old,
+            behaviour=micro.behaviour[micro.mask].to(device),
+            advantages=torch.zeros_like(logprobs) if advantages is None else advantages,
+            reference=trained(micro, micro.reference, device),
+            teacher=trained(micro, micro.teacher, device),
+            sequence=micro.trace_of_token()[micro.mask].to(device),
+            rewards=micro.rewards[micro.sample_of_token()][micro.mask].to(device),
+        )
+        per_token, diagnostics = loss(tokens)
+        now = logprobs.detach()
+        before = tokens.old if moved else now  # the first optimizer step starts from the policy before the update
+        gap = before - tokens.behaviour
+        kl = tokens.behaviour - now
+        more = {"entropy": entropy.detach(), "kl": kl, "mismatch": gap.abs(), "behaviour_ratio": gap.exp()}
+        return per_token, {**diagnostics, **more}
+
+
+@dataclass(frozen=True)
+class ValueHead:
+    """A critic's expected return before each token."""
+
+    name: str = "value"
+    area: str = "critic"
+
+    def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
+        return Settings()
+
+    def loss(
+        self, loss: Loss | ValueLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        assert isinstance(loss, ValueLoss)
+        (values,) = numbers
+        old, returns = (trained(micro, column, values.device) for column in (micro.values, micro.returns))
+        assert old is not None
+        assert returns is not None
+        return loss(ValueTokens(values.float(), old, returns))
+
+
+def trained(micro: Batch, column: Tensor | None, device: torch.device) -> Tensor | None:
+    """[trained tokens] of a column, on a device."""
+    return None if column is None else column[micro.mask].to(device)

@@ -1,0 +1,69 @@
+"""Per-token diagnostics of an update: collected by each rank, merged over ranks, then summarised as metrics.
+
+Metrics are computed from sums and whole columns, never from averages of ranks, so that they are the same on any mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Metrics = dict[str, float]
+
+QUANTILES = {"q01": 0.01, "q99": 0.99}
+SPREAD = frozenset({"ratio", "behaviour_ratio"})
+"""Columns whose quantiles and maximum are metrics too."""
+
+
+@dataclass
+class Statistics:
+    """What one rank saw in an update. `columns` have a value for each trained token."""
+
+    area: str = "train"  # of the metrics' names
+    loss: float = 0.0
+    tokens: int = 0
+    steps: list[tuple[float, float]] = field(default_factory=list)  # gradient norm and learning rate of each optimizer step
+    columns: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, loss: Tensor, tokens: int, columns: dict[str, Tensor]) -> None:
+        """Count a micro-batch: its part of the loss, its trained tokens, and their diagnostics."""
+        self.tokens += tokens
+        self.loss += float(loss)
+        for name, column in columns.items():
+            self.columns.setdefault(name, []).append(column.detach().float().cpu())
+
+    def extend(self, other: Statistics) -> None:
+        """Count all that another has counted, but for the optimizer's steps."""
+        self.tokens += other.tokens
+        self.loss += other.loss
+        for name, parts in other.columns.items():
+            self.columns.setdefault(name, []).extend(parts)
+
+    def metrics(self) -> Metrics:
+        """`<area>/<name>`: means over trained tokens, of some also quantiles and maximum."""
+        steps = max(1, len(self.steps))
+        found: Metrics = {"loss": self.loss / steps, "tokens": self.tokens}
+        found["grad_norm"] = sum(norm for norm, _ in self.steps) / steps
+        found["lr"] = self.steps[-1][1] if self.steps else 0.0
+        for name, parts in self.columns.items():
+            column = torch.cat(parts)
+            found[name] = float(column.max() if name == "mismatch" else column.mean())
+            if name in SPREAD:
+                found[f"{name}_max"] = float(column.max())
+                ordered = column.sort().values
+                for label, q in QUANTILES.items():
+                    found[f"{name}_{label}"] = float(ordered[round(q * (len(ordered) - 1))])
+            if name == "correction":  # effective sample size of the corrected tokens, as a share
+                found["effective_samples"] = float(column.sum() ** 2 / (len(column) * (column**2).sum()).clamp_min(1e-12))
+        return {f"{self.area}/{name}": float(value) for name, value in found.items()}
+
+
+def merge(parts: Sequence[Statistics]) -> Metrics:
+    """The metrics of an update, given what one rank of each share saw. All ranks take the optimizer's steps together."""
+    whole = Statistics(parts[0].area, steps=parts[0].steps)
+    for part in parts:
+        whole.extend(part)
+    return whole.metrics() if whole.steps else {}
