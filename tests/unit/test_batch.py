@@ -74,6 +74,21 @@ def test_micro_batches_partition_the_traces(made, budget):
         assert batch.computed(families, chunk) <= budget or len(chunk) == 1
 
 
+@given(groups(), st.integers(1, 40), st.integers(1, 5), st.integers(1, 4))
+def test_units_are_never_separated(made, budget, size, count):
+    """Neighbouring samples are pairs: no cut lies between them, and none is lost or repeated."""
+    batch = pack(made)
+    batch = batch.with_(unit_of=torch.arange(batch.num_samples) // 2)
+    for cut in (batch.chunks(size), batch.shares(count), batch.micro_batches(budget)):
+        assert sorted(trace for traces in cut for trace in traces) == list(range(batch.num_traces))
+        homes = [{int(batch.sample_of[trace]) // 2 for trace in traces} for traces in cut]
+        assert sum(map(len, homes)) == len(set().union(*homes))
+    lone = batch.with_(unit_of=None)
+    assert [len({int(lone.sample_of[t]) for t in traces}) for traces in lone.chunks(size)][:-1] == [size] * (
+        len(lone.chunks(size)) - 1
+    )
+
+
 @given(groups(), st.randoms())
 def test_select_follows_the_traces(made, random):
     batch = pack(made)

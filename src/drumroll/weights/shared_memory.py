@@ -84,7 +84,7 @@ class SharedSender:
             segment.mark(version)
         finally:
             fcntl.flock(segment.fd, fcntl.LOCK_UN)
-        return WeightManifest(version, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.token, tuple(entries))
+        return WeightManifest(version, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.token, entries=tuple(entries))
 
     def _turn(self) -> _Segment:
         """The segment whose turn it is, locked."""
