@@ -216,3 +216,18 @@ def test_a_layout_keeps_every_promise_or_is_refused_in_a_sentence(pool, asked):
             if one != other:
                 together = any({one, other} <= turn for turn in layout.turns)
                 assert together == (layout.sharing(one, other) is not Sharing.NONE)
+
+
+def test_a_learners_replica_is_several_processes_and_an_engines_is_one():
+    pool = Pool.of([{Kind.CUDA: 4}], memory=80 * 2**30)
+    layout = lay_out(
+        pool,
+        [
+            DeviceRequest("actor", "0-3", {"shard": 2}, spreads=True),
+            DeviceRequest("rollout", "0-3", {"tensor": 2}),
+        ],
+    )
+    assert [[d.index for d in devices] for devices in layout.workers("actor")] == [[0], [1], [2], [3]]
+    assert (layout.meshes["actor"].data, layout.meshes["actor"].shard) == (2, 2)
+    assert [[d.index for d in devices] for devices in layout.workers("rollout")] == [[0, 1], [2, 3]]
+    assert {d.memory for d in pool.devices} == {80 * 2**30}

@@ -14,6 +14,7 @@ from enum import StrEnum
 from itertools import groupby
 
 from drumroll.errors import ConfigError, did_you_mean
+from drumroll.mesh import Mesh
 
 ANCHOR = "actor"
 """The role whose devices the others share when they name none; without it, the first role."""
@@ -28,13 +29,17 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, or a slot of CPU threads. `index` counts in the pool, `local` on the node among those of its kind."""
+    """A GPU, or a slot of CPU threads. `index` counts in the pool, `local` on the node among those of its kind.
+
+    `memory` is what it has, in bytes; None where nobody has asked it yet.
+    """
 
     index: int
     kind: Kind
     node: int = 0
     local: int = 0
     threads: int = 1
+    memory: int | None = None
 
 
 DeviceSet = tuple[Device, ...]
@@ -48,12 +53,12 @@ class Pool:
     devices: tuple[Device, ...]
 
     @classmethod
-    def of(cls, nodes: Iterable[Mapping[Kind, int]], threads: int = 1) -> Pool:
-        """The devices of these machines, given how many of each kind they have."""
+    def of(cls, nodes: Iterable[Mapping[Kind, int]], threads: int = 1, memory: int | None = None) -> Pool:
+        """The devices of these machines, given how many of each kind they have; all have the same `memory`."""
         found: list[Device] = []
         for n, node in enumerate(nodes):
             for kind in Kind:
-                found += [Device(len(found) + i, kind, n, i, threads) for i in range(node.get(kind, 0))]
+                found += [Device(len(found) + i, kind, n, i, threads, memory) for i in range(node.get(kind, 0))]
         return cls(tuple(found))
 
 
@@ -61,12 +66,14 @@ class Pool:
 class DeviceRequest:
     """What a role asks for. `devices`: a range ("0-7,12"), a count, the name of a role to share with, or the default.
 
-    `parallel` sizes multiply to one replica; replicas fill the devices in order.
+    `parallel` sizes multiply to one replica; replicas fill the devices in order. An engine's replica is one process;
+    of a role that `spreads`, as learners do, each device is a process of its own, and replicas are the mesh's `data` axis.
     """
 
     role: str
     devices: str | int | None = None
     parallel: Mapping[str, int] = field(default_factory=dict)
+    spreads: bool = False
 
     @property
     def replica(self) -> int:
@@ -99,11 +106,16 @@ class Layout:
     devices: Mapping[str, tuple[Device, ...]]
     replica: Mapping[str, int]
     processes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    meshes: Mapping[str, Mesh] = field(default_factory=dict)  # of the roles whose devices are processes of their own
 
     def replicas(self, role: str) -> list[tuple[Device, ...]]:
         """The role's devices, cut into replicas."""
         devices, size = self.devices[role], self.replica[role]
         return [devices[i : i + size] for i in range(0, len(devices), size)]
+
+    def workers(self, role: str) -> list[DeviceSet]:
+        """The devices of each worker process of a role, in rank order."""
+        return [(device,) for device in self.devices[role]] if role in self.meshes else self.replicas(role)
 
     def sharing(self, one: str, other: str) -> Sharing:
         """Whether two roles use the same devices, some of them, or none."""
@@ -176,7 +188,8 @@ def lay_out(pool: Pool, requests: Sequence[DeviceRequest], processes: Sequence[P
         _check_parallel(request, layout[role])
     nodes = sorted({d.node for d in pool.devices})
     spread = {p.role: tuple(nodes[i % len(nodes)] for i in range(_workers(p))) for p in processes}
-    return Layout(layout, {role: request.replica for role, request in asked.items()}, spread)
+    meshes = {r: Mesh(data=len(layout[r]) // q.replica, **q.parallel) for r, q in asked.items() if q.spreads}
+    return Layout(layout, {role: request.replica for role, request in asked.items()}, spread, meshes)
 
 
 def _key(role: str) -> str:

@@ -15,15 +15,15 @@ def requests(config: AnyConfig, needs: Collection[str]) -> list[DeviceRequest]:
     """What each role of the run asks of the pool, given what the algorithm needs."""
     roles = config.roles
     asked = [
-        DeviceRequest("actor", roles.actor.devices),
+        DeviceRequest("actor", roles.actor.devices, spreads=True),
         DeviceRequest("rollout", roles.rollout.devices, {str(k): v for k, v in roles.rollout.parallel.items()}),
     ]
     if REFERENCE in needs and not adapters_off(config):
-        asked.append(DeviceRequest("reference", roles.reference.devices))
+        asked.append(DeviceRequest("reference", roles.reference.devices, spreads=True))
     if TEACHER in needs:
-        asked.append(DeviceRequest("teacher", roles.teacher.devices))
+        asked.append(DeviceRequest("teacher", roles.teacher.devices, spreads=True))
     if VALUES in needs:
-        asked.append(DeviceRequest("critic", roles.critic.devices))
+        asked.append(DeviceRequest("critic", roles.critic.devices, spreads=True))
     if roles.judge is not None and roles.judge.url is None:
         asked.append(DeviceRequest("judge", roles.judge.devices))
     if roles.reward_model is not None:
