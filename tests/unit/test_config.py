@@ -54,7 +54,6 @@ def test_every_recipe_loads(recipe):
             "pipeline=drumroll.data.problems:sums",
             "'drumroll.data.problems:sums' is a function, not a drumroll.pipelines.Pipeline",
         ),
-        ("roles.rollout.backend=drumroll.data.problems:sums", "is a function, not a drumroll.engines.EngineBackend"),
     ],
 )
 def test_mistakes_are_named(small, override, sentence):

@@ -34,6 +34,7 @@ def resolve(config: RunConfig, *, files: bool = True) -> Iterator[str]:
     Without `files` local data is left out, and a missing model directory is a warning.
     """
     search(config.import_from)
+    config.check_engine()
     rewards = Rewards(config.rewards())
     rewards.check_roles(judge=config.roles.judge, reward_model=config.roles.reward_model)
     open_algorithm(config)

@@ -1,6 +1,6 @@
 """From a YAML file and overrides to a checked config, remembering where each value was set.
 
-No string is evaluated and no environment variable is read. The user's code is imported only for a pipeline or an engine of
+No string is evaluated and no environment variable is read. The user's code is imported only for the config of a pipeline of
 their own. Whatever is wrong becomes a `ConfigError` that names the file and line, the key, the value and what is allowed.
 """
 
@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from drumroll.config.pipelines import DEFAULT, config_class
+from drumroll.config.pipelines import DEFAULT, ForeignConfig, config_class
 from drumroll.config.roles import BUILT_IN_MODELS
 from drumroll.config.run import RunConfig
 from drumroll.errors import ConfigError, did_you_mean
@@ -31,8 +31,11 @@ class Loaded:
     origins: dict[str, str] = field(default_factory=dict)
 
 
-def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Loaded:
-    """Read a recipe (a file, or a mapping from Python), apply `key=value` overrides, check everything."""
+def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, import_code: bool = True) -> Loaded:
+    """Read a recipe (a file, or a mapping from Python), apply `key=value` overrides, check everything.
+
+    Without `import_code` the config of a user's own pipeline has only the keys that every pipeline has.
+    """
     origins: dict[str, str] = {}
     base = Path.cwd()
     if isinstance(source, Mapping):
@@ -44,13 +47,14 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
     for override in sorted(overrides, key=lambda o: o.partition("=")[0].count(".")):  # a section before its keys
         _apply(values, override, origins)
     _resolve_paths(values, base)
-    return Loaded(check(values, origins), origins)
+    return Loaded(check(values, origins, import_code=import_code), origins)
 
 
-def check(values: dict[str, Any], origins: Mapping[str, str] | None = None) -> RunConfig:
+def check(values: dict[str, Any], origins: Mapping[str, str] | None = None, *, import_code: bool = True) -> RunConfig:
     """Validate plain values."""
-    folders = values.get("import_from")
-    top = config_class(values.get("pipeline", DEFAULT), folders if isinstance(folders, list) else ())
+    folders, pipeline = values.get("import_from"), values.get("pipeline", DEFAULT)
+    foreign = not import_code and isinstance(pipeline, str) and ":" in pipeline
+    top = ForeignConfig if foreign else config_class(pipeline, folders if isinstance(folders, list) else ())
     try:
         return top.model_validate(values)
     except ValidationError as error:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.config.cluster import ClusterConfig
 from drumroll.config.data import DataConfig, DatasetConfig
-from drumroll.config.engines import EngineTraits, traits_of
+from drumroll.config.engines import ENGINES, EngineTraits, traits_of
 from drumroll.config.environment import NONE, EnvironmentConfig
 from drumroll.config.eval import EvalConfig
 from drumroll.config.optim import OptimConfig
@@ -20,6 +20,7 @@ from drumroll.config.roles import LOCAL_DEVICE, RolesConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.config.sandbox import SandboxConfig
 from drumroll.config.section import Section
+from drumroll.errors import ConfigError
 from drumroll.registry import search
 
 
@@ -93,7 +94,8 @@ class RunConfig(Section):
     def _sections_fit(self) -> Self:
         self._check_mixture()
         self._check_devices()
-        self._check_engine()
+        if self.roles.rollout.backend in ENGINES:  # a user's engine is imported, and checked, only by verbs that run it
+            self._check_engine()
         best = self.eval.best_by
         if best is not None and best not in self.eval.sets:
             raise ValueError(f"eval.best_by is '{best}', but eval.sets has {sorted(self.eval.sets)}")
@@ -164,8 +166,15 @@ class RunConfig(Section):
         return getattr(self.roles, role).model or self.model
 
     def engine_traits(self) -> EngineTraits:
-        """What the engine backend supports."""
+        """What the engine backend supports; imports an engine of the user's own."""
         return traits_of(self.roles.rollout.backend, self.import_from)
+
+    def check_engine(self) -> None:
+        """Refuse what an engine of the user's own does not support."""
+        try:
+            self._check_engine()
+        except ValueError as error:
+            raise ConfigError(f"{error}.") from None
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:

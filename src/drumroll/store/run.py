@@ -80,7 +80,7 @@ class Run:
         if not (path / CONFIG).exists():
             what = "there is no such directory" if not path.exists() else f"it has no {CONFIG}"
             raise StoreError(f"{path} is not a run directory: {what}.")
-        return cls(path, load(path / CONFIG).config)
+        return cls(path, load(path / CONFIG, import_code=False).config)
 
     def reconfigured(self, config: RunConfig) -> Run:
         """This run under a changed config, which is kept: overrides given on resuming hold from then on."""

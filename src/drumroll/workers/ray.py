@@ -35,11 +35,11 @@ from drumroll.workers.engine_pool import EnginePool
 from drumroll.workers.group import GRACE, Role
 from drumroll.workers.ray_actors import RayGroup, RayRuntime, pool_of_cluster
 from drumroll.workers.ray_workers import (
+    Assignment,
     EngineWorker,
     LearnerWorker,
     RewardPool,
     RewardWorker,
-    Assignment,
     make_batch_builder,
     make_classifier,
     make_engine_worker,

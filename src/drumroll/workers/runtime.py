@@ -85,6 +85,7 @@ class Workers(ABC):
 async def open_workers(config: RunConfig) -> Workers:
     """Start all roles on the config's runtime. From here on the user's modules can be imported."""
     search(config.import_from)
+    config.check_engine()
     if config.cluster.runtime == "ray":
         from drumroll.workers.ray import open_ray
 
