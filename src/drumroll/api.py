@@ -9,14 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drumroll.components import open_evaluator, open_rollouts
-from drumroll.config import AnyConfig, RLConfig, load
-from drumroll.data.scan import scan
+from drumroll.components import open_evaluator, open_rollouts, scan_data
+from drumroll.config import RunConfig, load
 from drumroll.errors import ConfigError, RolloutError
 from drumroll.observe.progress import Progress, Quiet
 from drumroll.observe.trackers import check_installed
-from drumroll.pipelines import rl as controller
-from drumroll.pipelines import sft
+from drumroll.pipelines import find_pipeline
 from drumroll.registry import search
 from drumroll.rewards import Rewards
 from drumroll.sample import Group, Sample
@@ -26,7 +24,7 @@ from drumroll.store.lock import locked
 from drumroll.store.run import CONFIG, Run
 from drumroll.workers.runtime import open_workers
 
-Recipe = AnyConfig | Mapping[str, Any] | str | Path
+Recipe = RunConfig | Mapping[str, Any] | str | Path
 T = TypeVar("T")
 
 
@@ -65,30 +63,28 @@ def _held(path: Path, progress: Progress) -> Generator[None]:
         yield
 
 
-async def _train(config: AnyConfig, open_run: Callable[[], Run], progress: Progress, *, resume: bool) -> Run:
+async def _train(config: RunConfig, open_run: Callable[[], Run], progress: Progress, *, resume: bool) -> Run:
     """Models, data and rewards are opened first: a recipe that does not work leaves no run directory and replaces none."""
+    pipeline = find_pipeline(config.pipeline)
     _look(config)
     workers = await open_workers(config)
     try:
         evaluator = open_evaluator(config, workers)
-        rollouts = open_rollouts(config, workers) if isinstance(config, RLConfig) else None
+        parts = pipeline.open(config, workers)
         session = Session(open_run(), workers, evaluator, progress, resume=resume)
-        if isinstance(config, RLConfig) and rollouts is not None:
-            await session.drive(controller.train(session, config, rollouts))
-        elif not isinstance(config, RLConfig):
-            await session.drive(sft.train(session, config))
+        await session.drive(pipeline.train(session, config, parts))
         return session.run
     finally:
         await workers.close()
 
 
-def _look(config: AnyConfig) -> None:
+def _look(config: RunConfig) -> None:
     """Find what is wrong with rewards and local files before any model is loaded."""
     search(config.import_from)
     rewards = Rewards(config.rewards())
     rewards.check_roles(judge=config.roles.judge, reward_model=config.roles.reward_model)
     check_installed(config.trackers)
-    scan(config, rewards.required_columns)
+    scan_data(config, rewards.required_columns)
 
 
 def evaluate(model: str | Path, recipe: Recipe, overrides: Sequence[str] = ()) -> dict[str, float]:
@@ -102,7 +98,7 @@ def evaluate(model: str | Path, recipe: Recipe, overrides: Sequence[str] = ()) -
     return _await(_evaluate(config))
 
 
-async def _evaluate(config: AnyConfig) -> dict[str, float]:
+async def _evaluate(config: RunConfig) -> dict[str, float]:
     workers = await open_workers(config)
     try:
         evaluator = open_evaluator(config, workers)
@@ -117,15 +113,15 @@ def rollout(
 ) -> tuple[Run, dict[str, float]]:
     """Generate and score some batches without training; they are saved in a run directory `<name>-rollout`."""
     config = _config(recipe, overrides)
-    if not isinstance(config, RLConfig):
-        raise ConfigError("only reinforcement learning has rollouts; this recipe is pipeline: sft.")
+    if not config.has_rollouts():
+        raise ConfigError(f"only reinforcement learning has rollouts; this recipe is pipeline: {config.pipeline}.")
     config = config.model_copy(update={"name": f"{config.name}-rollout"})
     with _held(Run.check_ours(config), Quiet()):
         Run.check_free(config, overwrite=overwrite)
         return _await(_rollout(config, batches, overwrite=overwrite))
 
 
-async def _rollout(config: RLConfig, batches: int, *, overwrite: bool) -> tuple[Run, dict[str, float]]:
+async def _rollout(config: RunConfig, batches: int, *, overwrite: bool) -> tuple[Run, dict[str, float]]:
     _look(config)
     workers = await open_workers(config)
     groups: list[Group] = []
@@ -136,7 +132,7 @@ async def _rollout(config: RLConfig, batches: int, *, overwrite: bool) -> tuple[
         try:
             for batch in range(batches):
                 try:
-                    taken = await rollouts.take(config.rollout.prompts)
+                    taken = await rollouts.take(config.rollout_section().prompts)
                 except RolloutError:
                     run.write_rollouts("train", batch + 1, rollouts.failed)
                     raise
@@ -153,8 +149,8 @@ async def _rollout(config: RLConfig, batches: int, *, overwrite: bool) -> tuple[
     return run, describe(groups, 0) | {"rollout/failed": float(len(failed)), "rollout/samples": float(len(samples))}
 
 
-def _config(recipe: Recipe, overrides: Sequence[str]) -> AnyConfig:
-    return load(recipe.model_dump(mode="json") if isinstance(recipe, AnyConfig) else recipe, overrides).config
+def _config(recipe: Recipe, overrides: Sequence[str]) -> RunConfig:
+    return load(recipe.model_dump(mode="json") if isinstance(recipe, RunConfig) else recipe, overrides).config
 
 
 def _await(work: Coroutine[Any, Any, T]) -> T:

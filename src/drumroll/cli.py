@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from typing_extensions import override
 
 from drumroll import __version__
 from drumroll.errors import DrumrollError, Interrupted, did_you_mean
+
+if TYPE_CHECKING:
+    from drumroll.config import RunConfig
 
 
 class Verbs(click.Group):
@@ -86,17 +89,16 @@ def train(
     start(recipe, overrides, resume=resume, overwrite=overwrite, progress=progress)
 
 
-def _show_dry_run(config: Any, *, files: bool) -> None:
+def _show_dry_run(config: RunConfig, *, files: bool) -> None:
     from drumroll.checks.dry_run import resolve
     from drumroll.checks.plan import planned
     from drumroll.config import dump
-    from drumroll.config.explain import arithmetic
     from drumroll.registry import search
 
     search(config.import_from)
     click.echo(dump(config))
     layout = planned(config)
-    for line in [*arithmetic(config), *(layout.describe().splitlines() if layout else []), *resolve(config, files=files)]:
+    for line in [*config.arithmetic(), *(layout.describe().splitlines() if layout else []), *resolve(config, files=files)]:
         click.echo(f"# {line}")
 
 
@@ -131,17 +133,13 @@ def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pip
     `drumroll explain algorithm` lists the named algorithms, `drumroll explain algorithm=dapo` prints one's parts.
     """
     from drumroll.config import load
-    from drumroll.config.experiment import BY_PIPELINE
     from drumroll.config.explain import all_keys
     from drumroll.config.explain import explain as describe
-    from drumroll.errors import ConfigError
+    from drumroll.config.pipelines import config_class
 
-    if pipeline not in BY_PIPELINE:
-        raise ConfigError(
-            f"--pipeline {pipeline} is not known; choose one of {', '.join(BY_PIPELINE)}.{did_you_mean(pipeline, BY_PIPELINE)}"
-        )
+    chosen = config_class(pipeline, [str(Path.cwd())], "--pipeline")
     if key is None:
-        for name, field in all_keys(BY_PIPELINE[pipeline]):
+        for name, field in all_keys(chosen):
             click.echo(f"{name:<32} {(field.description or '').splitlines()[0]}")
         return
     if key.partition("=")[0] == "algorithm":
@@ -183,8 +181,7 @@ def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pip
 )
 def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int | None, **work: Any) -> None:
     """The arithmetic of a RECIPE before any device is taken; with --simulate its schedule on virtual time."""
-    from drumroll.config import RLConfig, load
-    from drumroll.config.explain import arithmetic
+    from drumroll.config import load
     from drumroll.registry import search
 
     config = load(recipe, overrides).config
@@ -192,12 +189,14 @@ def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int |
     from drumroll.checks.plan import planned
 
     layout = planned(config)
-    for line in [*arithmetic(config), *(layout.describe().splitlines() if layout else [])]:
+    for line in [*config.arithmetic(), *(layout.describe().splitlines() if layout else [])]:
         click.echo(line)
     if not simulate:
         return
-    if not isinstance(config, RLConfig):
-        raise DrumrollError("only reinforcement learning has rollouts to simulate; this recipe is pipeline: sft.")
+    if not config.has_rollouts():
+        raise DrumrollError(
+            f"only reinforcement learning has rollouts to simulate; this recipe is pipeline: {config.pipeline}."
+        )
     from rich.console import Console
 
     from drumroll.checks.plan import simulation_table
@@ -236,11 +235,11 @@ def check_recipe(recipe: str, overrides: tuple[str, ...]) -> None:
     from rich.console import Console
 
     from drumroll.checks.preflight import preflight, preflight_tables
-    from drumroll.config import RLConfig, load
+    from drumroll.config import load
 
     config = load(recipe, overrides).config
-    if not isinstance(config, RLConfig):
-        raise DrumrollError("only reinforcement learning has rewards to check; this recipe is pipeline: sft.")
+    if not config.has_rollouts():
+        raise DrumrollError(f"only reinforcement learning has rewards to check; this recipe is pipeline: {config.pipeline}.")
     found = asyncio.run(preflight(config, lambda text: click.echo(text, err=True)))
     for table in preflight_tables(found):
         Console().print(table)
@@ -414,13 +413,13 @@ def rescore(run_path: str, overrides: tuple[str, ...]) -> None:
     from rich.console import Console
 
     from drumroll.checks.rescore import rescore as again
-    from drumroll.config import RLConfig, load
+    from drumroll.config import load
     from drumroll.store.run import CONFIG, Run
 
     path = Run.open(run_path).path
     config = load(path / CONFIG, overrides).config
-    if not isinstance(config, RLConfig):
-        raise DrumrollError(f"{path} is a supervised run: it has no rewards.")
+    if not config.has_rollouts():
+        raise DrumrollError(f"{path} is a run of pipeline: {config.pipeline}, which has no rewards.")
     Console().print(asyncio.run(again(path, config)))
 
 

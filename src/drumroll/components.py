@@ -1,4 +1,4 @@
-"""Open the parts of a run: rewards, environments, the stream of rollouts, held-out sets."""
+"""Check and open the parts of a run: data, rewards, environments, the stream of rollouts, held-out sets."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from drumroll.algorithms import GREEDY
-from drumroll.config import AnyConfig, RLConfig
-from drumroll.config.environment import NONE
+from drumroll.config import RunConfig
+from drumroll.config.data import DatasetConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
-from drumroll.data.source import PromptSource
+from drumroll.data.scan import scan
+from drumroll.data.source import PromptSource, RequiredColumns
 from drumroll.envs.episodes import Agents, Episodes
 from drumroll.lifecycle import Listener, answered_once
 from drumroll.rewards import Scorer
@@ -31,7 +32,20 @@ def speller(workers: Workers) -> Decode:
     return lambda tokens: workers.tokenizer.decode(tokens)
 
 
-def open_scorer(config: AnyConfig, workers: Workers, rollout: RolloutConfig) -> Scorer:
+def training_columns(config: RunConfig, dataset: DatasetConfig, rewards: RequiredColumns) -> RequiredColumns:
+    """The columns that training rows of a dataset must have, given those that rewards need."""
+    columns = config.training_columns(dataset)
+    return rewards if columns is None else lambda domain, *, played=False: columns
+
+
+def scan_data(config: RunConfig, rewards: RequiredColumns) -> None:
+    """Look at all rows of local files, in training and held-out data, given the columns that rewards need."""
+    environment = config.environment_section()
+    scan("data.train", config.data.train, lambda dataset: training_columns(config, dataset, rewards), environment)
+    scan("eval.sets", config.eval.sets, lambda dataset: rewards, environment)
+
+
+def open_scorer(config: RunConfig, workers: Workers, rollout: RolloutConfig) -> Scorer:
     """The rewards, their processes, the models that they may ask and the sandbox that they may use."""
     pool = workers.open_pool(rollout.reward_workers)
     asked = (workers.judge, workers.reward_model)
@@ -41,15 +55,15 @@ def open_scorer(config: AnyConfig, workers: Workers, rollout: RolloutConfig) -> 
     return scorer
 
 
-def open_episodes(config: AnyConfig, workers: Workers, *, seed: int) -> Episodes | None:
+def open_episodes(config: RunConfig, workers: Workers, *, seed: int) -> Episodes | None:
     """The environments, and the processes of those that compute; None when no row is played in one."""
-    if not isinstance(config, RLConfig) or not config.has_episodes():
+    if not config.has_episodes():
         return None
     context = context_length(config)
     renderer = Renderer(workers.tokenizer)
     agents = partial(open_agents, config, workers, seed)
     episodes = Episodes(
-        config.environment,
+        config.environment_section(),
         seed,
         renderer,
         decoder(workers),
@@ -62,24 +76,25 @@ def open_episodes(config: AnyConfig, workers: Workers, *, seed: int) -> Episodes
     return episodes
 
 
-def open_agents(config: RLConfig, workers: Workers, seed: int) -> Agents:
+def open_agents(config: RunConfig, workers: Workers, seed: int) -> Agents:
     """The endpoint for agents; opened only where a row is played by one."""
     from drumroll.serve import agents
     from drumroll.serve.caller import Served
 
     renderer = Renderer(workers.tokenizer)
     served = Served(config.name, renderer, decoder(workers), context_length(config), lambda text: workers.notify(text))
-    return agents.Agents(config.environment, config.rollout, seed, served, workers.router)
+    return agents.Agents(config.environment_section(), config.rollout_section(), seed, served, workers.router)
 
 
-def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listener] = ()) -> Rollouts:
+def open_rollouts(config: RunConfig, workers: Workers, listeners: Sequence[Listener] = ()) -> Rollouts:
     """The stream of scored groups."""
-    scorer = open_scorer(config, workers, config.rollout)
-    renderer = Renderer(workers.tokenizer)
-    source = PromptSource(config.data, config.seed, renderer, scorer.required_columns, config.environment, tolerant=True)
+    rollout, renderer = config.rollout_section(), Renderer(workers.tokenizer)
+    scorer = open_scorer(config, workers, rollout)
+    environment, required = config.environment_section(), scorer.required_columns
+    source = PromptSource(config.data, config.seed, renderer, required, environment, tolerant=True)
     episodes = open_episodes(config, workers, seed=config.seed)
     return Rollouts(
-        config.rollout,
+        rollout,
         config.seed,
         source,
         workers.router,
@@ -92,13 +107,12 @@ def open_rollouts(config: RLConfig, workers: Workers, listeners: Sequence[Listen
     )
 
 
-def open_evaluator(config: AnyConfig, workers: Workers) -> Evaluator | None:
+def open_evaluator(config: RunConfig, workers: Workers) -> Evaluator | None:
     """The held-out sets, or None when the config names none."""
     if not config.eval.sets:
         return None
-    rollout = config.rollout if isinstance(config, RLConfig) else RolloutConfig(max_tokens=config.eval_max_tokens)
+    rollout, environment = config.rollout_section(), config.environment_section()
     scorer = open_scorer(config, workers, rollout)
-    environment = config.environment if isinstance(config, RLConfig) else NONE
     longest, renderer = config.data.max_prompt_tokens, Renderer(workers.tokenizer)
     sets = open_sets(config.eval, renderer, scorer.required_columns, longest, environment)
     episodes = open_episodes(config, workers, seed=0)

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from drumroll.config import AnyConfig, load
+from drumroll.config import RunConfig, load
 from drumroll.data.render import Renderer
 from drumroll.engines import Sampling
 from drumroll.engines.router import Router
@@ -35,7 +35,7 @@ LONGEST_CALL = 3600.0
 """Seconds."""
 
 
-def config_of(target: str, overrides: Sequence[str] = ()) -> AnyConfig:
+def config_of(target: str, overrides: Sequence[str] = ()) -> RunConfig:
     """What to load: the config of a recipe or a run, or one for a bare model."""
     path = Path(target)
     if (path / CONFIG).exists():
@@ -92,7 +92,7 @@ def _seed(number: int, index: int, asked: int | None) -> int:
 
 @asynccontextmanager
 async def serving(
-    config: AnyConfig, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None, record: Path | None = None
+    config: RunConfig, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None, record: Path | None = None
 ) -> AsyncGenerator[Endpoint]:
     """The endpoint of a config's model, open within the block."""
     workers = await open_workers(config)
@@ -142,7 +142,7 @@ print(answer.choices[0].message.content)
 """
 
 
-async def serve(config: AnyConfig, say: Callable[[str], None], **where: Any) -> None:
+async def serve(config: RunConfig, say: Callable[[str], None], **where: Any) -> None:
     """Serve until Ctrl-C; the token is said once, with an example that works as it is."""
     async with serving(config, **where) as endpoint:
         say(f"serving {endpoint.served.name} at {endpoint.url}/v1; Ctrl-C ends it. Token: {endpoint.token}")

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from drumroll.config import dump, load
-from drumroll.config.experiment import BY_PIPELINE
 from drumroll.config.explain import all_keys, explain
+from drumroll.config.pipelines import CONFIGS
 from drumroll.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +46,14 @@ def test_every_recipe_loads(recipe):
         ("steps", "'steps' is not an override; write key=value"),
         ("steps.x=1", "'steps' is a value, not a section"),
         ("roles.actor.backend=megatron", "roles.actor.backend: input should be 'torch'"),
+        ("roles.rollout.backend=sglang", "roles.rollout.backend: input should be 'native' or 'vllm'"),
+        ("roles.rollout.parallel={tensor: 2}", "parallel and roles.rollout.options are vLLM's"),
+        ("roles.rollout.options={dtype: half}", "parallel and roles.rollout.options are vLLM's"),
+        ("pipeline=nowhere:X", "pipeline: there is no module 'nowhere' (looked beside the recipe"),
+        (
+            "pipeline=drumroll.data.problems:sums",
+            "'drumroll.data.problems:sums' is a function, not a drumroll.pipelines.Pipeline",
+        ),
     ],
 )
 def test_mistakes_are_named(small, override, sentence):
@@ -122,9 +130,9 @@ def test_config_is_frozen(small):
         load(small()).config.steps = 3  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("pipeline", BY_PIPELINE)
+@pytest.mark.parametrize("pipeline", CONFIGS)
 def test_every_key_explains_itself(pipeline):
-    undocumented = [name for name, field in all_keys(BY_PIPELINE[pipeline]) if not field.description]
+    undocumented = [name for name, field in all_keys(CONFIGS[pipeline]) if not field.description]
     assert undocumented == []
 
 

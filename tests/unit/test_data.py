@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drumroll.components import scan_data
 from drumroll.config import load
 from drumroll.config.data import DataConfig, DatasetConfig
 from drumroll.data.conversation import Conversation
 from drumroll.data.problems import TASKS, demonstrations
 from drumroll.data.render import Renderer
 from drumroll.data.rows import read
-from drumroll.data.scan import scan
 from drumroll.data.source import PromptSource, no_columns
 from drumroll.errors import DataError
 from drumroll.models import tiny
@@ -228,7 +228,7 @@ def test_an_episode_that_cannot_be_imitated_is_named(tmp_path):
 
 def scanned(path, **dataset):
     recipe = {"data": {"train": {"rows": {"source": str(path), **dataset}}}, "reward": "exact"}
-    scan(load(recipe).config, lambda domain, played=False: [("answer", "reward 'exact'")])
+    scan_data(load(recipe).config, lambda domain, played=False: [("answer", "reward 'exact'")])
 
 
 def test_all_rows_of_local_files_are_looked_at(tmp_path):
@@ -261,4 +261,4 @@ def test_supervised_rows_need_their_completion(tmp_path):
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = load({"pipeline": "sft", "data": {"train": {"rows": {"source": str(tmp_path / "x.jsonl")}}}}).config
     with pytest.raises(DataError, match=r"lacks the column 'completion', which supervised training needs.*x.jsonl:3; 1 of 3"):
-        scan(config, no_columns)
+        scan_data(config, no_columns)

@@ -81,6 +81,15 @@ def test_a_role_that_names_nothing_shares_with_the_actor_and_the_actor_takes_all
     assert layout.turns == (frozenset({"actor", "rollout", "judge"}),)
 
 
+def test_auto_is_the_default_and_never_a_role():
+    given = lay_out(
+        gpus(4), [DeviceRequest("actor", "auto"), DeviceRequest("rollout", " auto "), DeviceRequest("critic", "1-1")]
+    )
+    assert numbers(given, "actor") == numbers(given, "rollout") == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match=r"'atuo' is no role with devices to share \(actor\). Did you mean 'auto'\?"):
+        lay_out(gpus(4), [DeviceRequest("actor"), DeviceRequest("rollout", "atuo")])
+
+
 def test_without_an_actor_the_first_role_is_shared():
     layout = lay_out(gpus(4), [DeviceRequest("teacher", 2), DeviceRequest("student")])
     assert numbers(layout, "student") == [0, 1]

@@ -7,15 +7,14 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 
-from drumroll.config import AnyConfig, RLConfig
+from drumroll.components import scan_data, training_columns
+from drumroll.config import RunConfig
 from drumroll.config.data import DatasetConfig
-from drumroll.config.environment import NONE
 from drumroll.config.roles import BUILT_IN_MODELS
 from drumroll.data.conversation import Conversation
 from drumroll.data.render import Content, Renderer
 from drumroll.data.rows import is_function, is_local, read
-from drumroll.data.scan import scan
-from drumroll.data.source import RequiredColumns, RowCheck, no_columns
+from drumroll.data.source import RequiredColumns, RowCheck
 from drumroll.data.split import Row
 from drumroll.envs.runner import Runner, agent_path, exists
 from drumroll.envs.runner import find as find_environment
@@ -29,19 +28,20 @@ from drumroll.sample import Scene
 from drumroll.workers.runtime import open_algorithm
 
 
-def resolve(config: AnyConfig, *, files: bool = True) -> Iterator[str]:
+def resolve(config: RunConfig, *, files: bool = True) -> Iterator[str]:
     """Look up rewards, environments, algorithm parts, data and models; a mistake raises, what cannot be known is a warning.
 
     Without `files` local data is left out, and a missing model directory is a warning.
     """
     search(config.import_from)
+    config.check_engine()
     rewards = Rewards(config.rewards())
     rewards.check_roles(judge=config.roles.judge, reward_model=config.roles.reward_model)
     open_algorithm(config)
-    if isinstance(config, RLConfig):
-        for own in (config.rollout, *map(config.rollout.of, config.rollout.domains)):
-            if own.filter:
-                find_filter(own.filter, own.filter_args)
+    rollout = config.rollout_section()
+    for own in (rollout, *map(rollout.of, rollout.domains)):
+        if own.filter:
+            find_filter(own.filter, own.filter_args)
     for use in sorted(_environments(config)):
         agent = agent_path(use)
         _ = import_path(agent, "environment.use") if agent else find_environment(use)
@@ -50,7 +50,7 @@ def resolve(config: AnyConfig, *, files: bool = True) -> Iterator[str]:
             if is_function(dataset):
                 import_path(dataset.source, f"{section}.{name}.source")
     if files:
-        scan(config, rewards.required_columns)
+        scan_data(config, rewards.required_columns)
     missing: set[str] = set()
     for name in _models(config):
         try:
@@ -63,30 +63,30 @@ def resolve(config: AnyConfig, *, files: bool = True) -> Iterator[str]:
     yield from _prompt(config, files, rewards.required_columns, missing)
 
 
-def _environments(config: AnyConfig) -> set[str]:
-    if not isinstance(config, RLConfig):
+def _environments(config: RunConfig) -> set[str]:
+    if not config.has_episodes():
         return set()
     own = (dataset.environment for dataset in (*config.data.train.values(), *config.eval.sets.values()))
-    return {use for use in (config.environment.use, *own) if use and use != "none"}
+    return {use for use in (config.environment_section().use, *own) if use and use != "none"}
 
 
-def _models(config: AnyConfig) -> list[str]:
+def _models(config: RunConfig) -> list[str]:
     """Models that are not built in, each once."""
     roles = (getattr(config.roles, role) for role in type(config.roles).model_fields)
     named = [getattr(role, "model", None) for role in roles if role is not None and getattr(role, "url", None) is None]
     return [name for name in dict.fromkeys([config.role_model("actor"), *named]) if name and name not in BUILT_IN_MODELS]
 
 
-def _prompt(config: AnyConfig, files: bool, required: RequiredColumns, missing: set[str]) -> Iterator[str]:
+def _prompt(config: RunConfig, files: bool, required: RequiredColumns, missing: set[str]) -> Iterator[str]:
     """Check the first row of every dataset that can be read here, and show the first of all as the model sees it."""
     readable = {name: d for name, d in config.data.train.items() if (files if is_local(d) else is_function(d))}
     if not readable:
         yield "no prompt is shown: no training data can be read here."
     model = config.role_model("actor")
     renderer = None if model in missing else Renderer(load_tokenizer(model))
-    columns, environment = (required, config.environment) if isinstance(config, RLConfig) else (no_columns, NONE)
     for number, (name, dataset) in enumerate(readable.items()):
-        check = RowCheck(f"data.train.{name}", dataset, columns, environment)
+        columns = training_columns(config, dataset, required)
+        check = RowCheck(f"data.train.{name}", dataset, columns, config.environment_section())
         _, content, row, scene = check(_first_row(check.name, dataset, config.seed), 0)
         if not number:
             yield f"the first prompt of {check.name}" + (":" if renderer else ", without the model's chat template:")

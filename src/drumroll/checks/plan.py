@@ -9,18 +9,18 @@ from typing import Any
 
 from rich.table import Table
 
-from drumroll.config import AnyConfig, RLConfig
+from drumroll.config import RunConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.placement.devices import Layout, lay_out
 from drumroll.placement.layout import joins, pool_of, requests
 from drumroll.rollout.simulation import Workload, barrier, simulate
 from drumroll.rollout.virtual import run
-from drumroll.workers.runtime import open_algorithm
+from drumroll.workers.runtime import needs_of
 
 COLUMNS = ("schedule", "time per step", "useful utilisation", "samples started", "controller CPU per sample")
 
 
-def simulation_table(config: RLConfig, engines: int, steps: int, facts: Mapping[str, Any]) -> Table:
+def simulation_table(config: RunConfig, engines: int, steps: int, facts: Mapping[str, Any]) -> Table:
     """The recipe's own schedule beside a batch-level barrier loop and other settings, on the same draws."""
     work = Workload(engines=engines, slots=config.roles.rollout.slots, seed=config.seed, **facts)
     table = Table(
@@ -28,7 +28,8 @@ def simulation_table(config: RLConfig, engines: int, steps: int, facts: Mapping[
     )
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "schedule" else "right")
-    own = _settings(config.rollout, {})
+    rollout = config.rollout_section()
+    own = _settings(rollout, {})
     base = barrier(work, own, steps)
     table.add_row("batch-level barrier", f"{base.seconds / steps:.2f}", f"{base.utilisation:.1%}", str(base.started), "–")
     others = (
@@ -38,7 +39,7 @@ def simulation_table(config: RLConfig, engines: int, steps: int, facts: Mapping[
     )
     rows = [
         ("this recipe", own),
-        *((f"{o['order']} order, staleness {o['max_staleness']:g}", _settings(config.rollout, o)) for o in others),
+        *((f"{o['order']} order, staleness {o['max_staleness']:g}", _settings(rollout, o)) for o in others),
     ]
     for name, settings in rows:
         began = time.process_time()
@@ -61,7 +62,7 @@ def _settings(config: RolloutConfig, changes: Mapping[str, Any]) -> RolloutConfi
     return RolloutConfig.model_validate(merged)
 
 
-def planned(config: AnyConfig) -> Layout | None:
+def planned(config: RunConfig) -> Layout | None:
     """The device layout as far as it is known without the cluster; None on the local runtime, or where a cluster is joined."""
     if config.cluster.runtime != "ray" or joins(config):
         return None
@@ -71,4 +72,4 @@ def planned(config: AnyConfig) -> Layout | None:
         gpus = 0
     if config.cluster.kind == "cuda":  # a plan for GPUs that are elsewhere
         gpus = max(gpus, config.cluster.devices or 0)
-    return lay_out(pool_of(config, gpus), requests(config, open_algorithm(config).needs))
+    return lay_out(pool_of(config, gpus), requests(config, needs_of(config)))

@@ -17,10 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from drumroll.algorithms.advantages import ESTIMATORS
-from drumroll.components import decoder, open_episodes, open_scorer, speller
-from drumroll.config import RLConfig
+from drumroll.components import decoder, open_episodes, open_scorer, scan_data, speller
+from drumroll.config import RunConfig
 from drumroll.data.render import Renderer
-from drumroll.data.scan import scan
 from drumroll.data.source import PromptSource
 from drumroll.engines import Sampling
 from drumroll.registry import search
@@ -88,24 +87,25 @@ class Preflight:
     notices: list[str]
 
 
-async def preflight(config: RLConfig, notify: Callable[[str], None] = lambda text: None) -> Preflight:
+async def preflight(config: RunConfig, notify: Callable[[str], None] = lambda text: None) -> Preflight:
     """Open everything as training would, and look. `notify` gets what a person should know at once."""
     search(config.import_from)
-    scan(config, Rewards(config.rewards()).required_columns)
+    scan_data(config, Rewards(config.rewards()).required_columns)
+    rollout, environment = config.rollout_section(), config.environment_section()
     workers = await open_workers(config)
     workers.notify = notify
     try:
-        scorer = open_scorer(config, workers, config.rollout)
+        scorer = open_scorer(config, workers, rollout)
         renderer = Renderer(workers.tokenizer)
-        by_domain = _rows(PromptSource(config.data, config.seed, renderer, scorer.required_columns, config.environment))
+        by_domain = _rows(PromptSource(config.data, config.seed, renderer, scorer.required_columns, environment))
         episodes = open_episodes(config, workers, seed=config.seed)
         decode, spell = decoder(workers), speller(workers)
-        player = Evaluator(config.eval, [], workers.router, scorer, decode, config.seed, config.rollout, episodes, spell)
+        player = Evaluator(config.eval, [], workers.router, scorer, decode, config.seed, rollout, episodes, spell)
         rewards, problems, notices = [], [], []
         for domain, prompts in by_domain.items():
             if prompts[0].scene is not None:  # its environment rewards it: `drumroll check ENV` looks at that
                 continue
-            found = await _check_rewards(scorer, domain, prompts, config.rollout.reward_timeout)
+            found = await _check_rewards(scorer, domain, prompts, rollout.reward_timeout)
             rewards += found
             problems += [f"{domain}: {problem}" for check in found for problem in check.problems]
             if all(check.gold is None for check in found):
@@ -205,9 +205,9 @@ async def _score(scorer: Scorer, prompt: Prompt, completion: str) -> Sample:
     return sample
 
 
-async def _start(config: RLConfig, player: Evaluator, domain: str, prompts: Sequence[Prompt]) -> Start:
+async def _start(config: RunConfig, player: Evaluator, domain: str, prompts: Sequence[Prompt]) -> Start:
     """The start model's answers to a few prompts, or episodes, as training would sample them."""
-    own = config.rollout.of(domain)
+    own = config.rollout_section().of(domain)
     sampling = Sampling(own.temperature, own.max_tokens, tuple(own.stop))
 
     async def one(draw: int, prompt: Prompt, index: int) -> Sample:
@@ -220,10 +220,10 @@ async def _start(config: RLConfig, player: Evaluator, domain: str, prompts: Sequ
     samples = await asyncio.gather(*(one(d, p, i) for d, p in enumerate(prompts) for i in range(own.samples)))
     rewards = [s.reward or 0.0 for s in samples]
     groups = [rewards[i : i + own.samples] for i in range(0, len(rewards), own.samples)]
-    compares = ESTIMATORS.traits(config.algorithm.advantage).get("grouped")  # others learn from equal rewards too
+    compares = ESTIMATORS.traits(config.algorithm_section().advantage).get("grouped")  # others learn from equal rewards too
     count, threshold = len(samples), config.eval.pass_threshold
     cut = [s.stop for s in samples if s.stop in (StopReason.LENGTH, StopReason.CONTEXT)]
-    episode = "environment.context" if config.environment.mode == "trajectory" else "data.max_prompt_tokens"
+    episode = "environment.context" if config.environment_section().mode == "trajectory" else "data.max_prompt_tokens"
     return Start(
         domain,
         sum(s.success is True or (s.success is None and (s.reward or 0.0) > threshold) for s in samples) / count,

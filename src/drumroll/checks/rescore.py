@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from rich.table import Table
 
 from drumroll.components import open_scorer
-from drumroll.config import RLConfig
+from drumroll.config import RunConfig
 from drumroll.errors import StoreError
 from drumroll.processes.pool import KillablePool
 from drumroll.registry import search
@@ -27,7 +27,7 @@ FOLDER = "rescored"
 AT_ONCE = 64
 
 
-async def rescore(run: Path, config: RLConfig) -> Table:
+async def rescore(run: Path, config: RunConfig) -> Table:
     """Score every recorded sample again, write the rows to `rescored/`, and compare."""
     files = sorted((run / "rollouts").glob("*.parquet"))
     if not files:
@@ -35,11 +35,12 @@ async def rescore(run: Path, config: RLConfig) -> Table:
     search(config.import_from)
     asks = config.roles.judge is not None or config.roles.reward_model is not None
     workers = await open_workers(config) if asks else None  # else no model is needed
-    pool = KillablePool(config.rollout.reward_workers)
+    rollout = config.rollout_section()
+    pool = KillablePool(rollout.reward_workers)
     scorer = (
-        open_scorer(config, workers, config.rollout)
+        open_scorer(config, workers, rollout)
         if workers is not None
-        else Scorer(config.rewards(), config.rollout.reward_timeout, pool, sandbox=config.sandbox)
+        else Scorer(config.rewards(), rollout.reward_timeout, pool, sandbox=config.sandbox)
     )
     counts: dict[str, dict[str, float]] = {}
     try:

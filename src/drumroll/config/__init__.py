@@ -1,6 +1,8 @@
 """The config: YAML or a mapping in, a frozen and fully checked object out."""
 
-from drumroll.config.experiment import AnyConfig, RLConfig, SFTConfig
 from drumroll.config.loading import Loaded, check, dump, load
+from drumroll.config.rl import RLConfig
+from drumroll.config.run import RunConfig
+from drumroll.config.sft import SFTConfig
 
-__all__ = ["AnyConfig", "Loaded", "RLConfig", "SFTConfig", "check", "dump", "load"]
+__all__ = ["Loaded", "RLConfig", "RunConfig", "SFTConfig", "check", "dump", "load"]

@@ -1,4 +1,4 @@
-"""What a key means, what it is now and who set it; and the arithmetic of a batch."""
+"""What a key means, what it is now and who set it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from drumroll.config.experiment import BY_PIPELINE, AnyConfig, RLConfig
 from drumroll.config.loading import Loaded, section_at
+from drumroll.config.pipelines import DEFAULT, config_class
 from drumroll.errors import ConfigError, did_you_mean
 
 
-def explain(key: str, loaded: Loaded | None, pipeline: str = "rl") -> str:
+def explain(key: str, loaded: Loaded | None, pipeline: str = DEFAULT) -> str:
     """Meaning, type, default, and (with a recipe) the value and where it is set. A section lists its keys."""
     *path, last = key.split(".")
-    values = {"pipeline": loaded.config.pipeline if loaded else pipeline}
-    parent = section_at(values, path)
+    top = type(loaded.config) if loaded else config_class(pipeline)
+    parent = section_at(top, path)
     field = parent.model_fields.get(last) if parent else None
     if field is None:
-        section = section_at(values, [*path, last])
+        section = section_at(top, [*path, last])
         if section is None:
-            known = [name for name, _ in all_keys(BY_PIPELINE[values["pipeline"]])]
+            known = [name for name, _ in all_keys(top)]
             ending = min((k for k in known if k.endswith(f".{key}")), key=len, default=None)
             hint = f" Did you mean '{ending}'?" if ending else did_you_mean(key, known)
             raise ConfigError(f"there is no key '{key}'.{hint}")
@@ -39,7 +39,7 @@ def explain(key: str, loaded: Loaded | None, pipeline: str = "rl") -> str:
         above = (loaded.origins.get(k, "") for k in _upwards(key)[1:])
         origin = loaded.origins.get(key) or next((o for o in above if o.startswith("override")), "default")
         lines.append(f"  value:   {shown}, set by {origin}")
-    section = section_at(values, [*path, last])
+    section = section_at(top, [*path, last])
     return "\n".join(lines) + (f"\n{_section(key, section)}" if section else "")
 
 
@@ -75,22 +75,3 @@ def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "(required)" if field.default_factory is None else "(made anew)"
     return "(section)" if isinstance(field.default, BaseModel) else repr(field.default)
-
-
-def arithmetic(config: AnyConfig) -> list[str]:
-    """How a step is made of prompts, samples and optimizer steps, and the run of steps."""
-    if not isinstance(config, RLConfig):
-        return [f"{config.steps} steps × {config.batch} rows = {config.steps * config.batch:,} rows"]
-    prompts, samples = config.rollout.prompts, config.rollout.samples
-    batch = prompts * samples
-    mini = config.optim.minibatch or batch
-    updates = batch // mini * config.optim.epochs
-    traces = config.environment.max_turns if config.has_episodes() and config.environment.mode == "step" else 1
-    most = batch * traces * config.longest_trace()
-    return [
-        f"{prompts} prompts × {samples} samples = {batch:,} samples a step, at most {batch * config.longest():,} new tokens",
-        f"{batch:,} samples / minibatch {mini:,} × {config.optim.epochs} epochs = {updates} optimizer steps a step",
-        f"at most {most:,} tokens a batch / micro_tokens {config.optim.micro_tokens:,} = at most {-(-most // config.optim.micro_tokens)} forward passes",
-        f"{config.steps} steps × {batch:,} samples = {config.steps * batch:,} samples in all",
-        f"engine: {min(config.roles.rollout.slots, batch):,} of {batch:,} samples generated at once",
-    ]

@@ -1,7 +1,7 @@
 """From a YAML file and overrides to a checked config, remembering where each value was set.
 
-No string is evaluated and no environment variable is read. Whatever is wrong becomes a `ConfigError` that names
-the file and line, the key, the value and what is allowed.
+No string is evaluated and no environment variable is read. The user's code is imported only for the config of a pipeline of
+their own. Whatever is wrong becomes a `ConfigError` that names the file and line, the key, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from drumroll.config.experiment import ADAPTER, BY_PIPELINE, AnyConfig
+from drumroll.config.pipelines import DEFAULT, ForeignConfig, config_class
 from drumroll.config.roles import BUILT_IN_MODELS
+from drumroll.config.run import RunConfig
 from drumroll.errors import ConfigError, did_you_mean
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -26,12 +27,15 @@ FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 class Loaded:
     """A config and, per dotted key, the place that set it."""
 
-    config: AnyConfig
+    config: RunConfig
     origins: dict[str, str] = field(default_factory=dict)
 
 
-def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Loaded:
-    """Read a recipe (a file, or a mapping from Python), apply `key=value` overrides, check everything."""
+def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, import_code: bool = True) -> Loaded:
+    """Read a recipe (a file, or a mapping from Python), apply `key=value` overrides, check everything.
+
+    Without `import_code` the config of a user's own pipeline has only the keys that every pipeline has.
+    """
     origins: dict[str, str] = {}
     base = Path.cwd()
     if isinstance(source, Mapping):
@@ -43,23 +47,21 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
     for override in sorted(overrides, key=lambda o: o.partition("=")[0].count(".")):  # a section before its keys
         _apply(values, override, origins)
     _resolve_paths(values, base)
-    return Loaded(check(values, origins), origins)
+    return Loaded(check(values, origins, import_code=import_code), origins)
 
 
-def check(values: dict[str, Any], origins: Mapping[str, str] | None = None) -> AnyConfig:
+def check(values: dict[str, Any], origins: Mapping[str, str] | None = None, *, import_code: bool = True) -> RunConfig:
     """Validate plain values."""
-    pipeline = values.get("pipeline", "rl")
-    if not isinstance(pipeline, str) or pipeline not in BY_PIPELINE:
-        raise ConfigError(
-            f"pipeline: '{pipeline}' is not known; choose one of {', '.join(BY_PIPELINE)}.{did_you_mean(str(pipeline), BY_PIPELINE)}"
-        )
+    folders, pipeline = values.get("import_from"), values.get("pipeline", DEFAULT)
+    foreign = not import_code and isinstance(pipeline, str) and ":" in pipeline
+    top = ForeignConfig if foreign else config_class(pipeline, folders if isinstance(folders, list) else ())
     try:
-        return ADAPTER.validate_python(values)
+        return top.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(e, values, origins or {}) for e in _relevant(error.errors()))) from None
+        raise ConfigError("\n".join(_sentence(e, top, origins or {}) for e in _relevant(error.errors()))) from None
 
 
-def dump(config: AnyConfig) -> str:
+def dump(config: RunConfig) -> str:
     """The resolved config as YAML, every key present."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
@@ -165,12 +167,12 @@ def _relevant(errors: list[ErrorDetails]) -> list[ErrorDetails]:
     return (extra or errors)[:5]
 
 
-def _sentence(error: ErrorDetails, values: dict[str, Any], origins: Mapping[str, str]) -> str:
-    location = [str(p) for p in error["loc"][1:]]
+def _sentence(error: ErrorDetails, top: type[RunConfig], origins: Mapping[str, str]) -> str:
+    location = [str(p) for p in error["loc"]]
     key = ".".join(location)
     where = next((origins[k] + ": " for k in _prefixes(key) if k in origins), "")
     if error["type"] == "extra_forbidden":
-        known = _fields_at(values, location[:-1])
+        known = _fields_at(top, location[:-1])
         prefix = ".".join(location[:-1])
         hint = did_you_mean(location[-1], known) or f" Keys {'of ' + prefix if prefix else 'at the top'}: {', '.join(known)}."
         return f"{where}unknown key '{key}'.{hint}"
@@ -187,9 +189,9 @@ def _prefixes(key: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
 
 
-def section_at(values: Mapping[str, Any], path: Sequence[str]) -> type[BaseModel] | None:
+def section_at(top: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
     """The config model that holds the keys at a dotted path (through dicts of sections), if there is one."""
-    model: Any = BY_PIPELINE.get(str(values.get("pipeline", "rl")))
+    model: Any = top
     for part in path:
         field_info = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, BaseModel) else None
         annotation = field_info.annotation if field_info else next(iter(get_args(model)[1:]), None)
@@ -197,6 +199,6 @@ def section_at(values: Mapping[str, Any], path: Sequence[str]) -> type[BaseModel
     return model if isinstance(model, type) and issubclass(model, BaseModel) else None
 
 
-def _fields_at(values: Mapping[str, Any], path: Sequence[str]) -> list[str]:
-    section = section_at(values, path)
+def _fields_at(top: type[BaseModel], path: Sequence[str]) -> list[str]:
+    section = section_at(top, path)
     return list(section.model_fields) if section else []

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from drumroll.config.engines import known_backend
 from drumroll.config.optim import OptimConfig
 from drumroll.config.section import Section
 
@@ -75,8 +76,8 @@ class CriticRole(Section):
 class RolloutRole(Section):
     """The policy generating samples."""
 
-    backend: Literal["native", "vllm"] = "native"
-    """What generates. `native`: the embedded engine; in one process it shares the actor's weights, so nothing is copied. `vllm`: vLLM, in processes of its own."""
+    backend: Annotated[str, AfterValidator(known_backend)] = "native"
+    """What generates. `native`: the embedded engine; in one process it shares the actor's weights, so nothing is copied. `vllm`: vLLM, in processes of its own. `module:NAME`: an engine of your own."""
     devices: Devices = None
     """On ray a range, a count, or a role to share with; each replica is an engine. Default: the actor's, as always on local."""
     parallel: dict[Literal["tensor", "pipeline"], Annotated[int, Field(ge=1)]] = {}

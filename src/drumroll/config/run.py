@@ -1,12 +1,27 @@
-"""`checkpoint` and `trackers`: what a run leaves behind."""
+"""`RunConfig`: the keys that every pipeline has, and what a pipeline's config says of itself."""
 
 from __future__ import annotations
 
-from typing import Literal
+import importlib
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import override
 
+from drumroll.config.algorithm import AlgorithmConfig
+from drumroll.config.cluster import ClusterConfig
+from drumroll.config.data import DataConfig, DatasetConfig
+from drumroll.config.engines import ENGINES, EngineTraits, traits_of
+from drumroll.config.environment import NONE, EnvironmentConfig
+from drumroll.config.eval import EvalConfig
+from drumroll.config.optim import OptimConfig
+from drumroll.config.reward import ALL_DOMAINS, RewardConfig, RewardSpec, normalise
+from drumroll.config.roles import LOCAL_DEVICE, RolesConfig
+from drumroll.config.rollout import RolloutConfig
+from drumroll.config.sandbox import SandboxConfig
 from drumroll.config.section import Section
+from drumroll.errors import ConfigError
+from drumroll.registry import search
 
 
 class CheckpointConfig(Section):
@@ -29,3 +44,198 @@ class TrackerConfig(Section):
     """wandb without a network: offline."""
     required: bool = False
     """Stop before the first step when it cannot be opened (no login, no network). Default: the run goes on without it and says so."""
+
+
+class RunConfig(Section):
+    """The keys of every pipeline.
+
+    A pipeline's config adds its own keys, and overrides the methods from `has_rollouts` on: the rest of the package asks
+    those, and never which pipeline it is.
+    """
+
+    name: str = "run"
+    """Name of the run; its directory is `output`/`name`."""
+    output: str = "runs"
+    """Directory that holds run directories."""
+    model: str = "tiny"
+    """Model of all roles that name none: a built-in (tiny, tiny-random), a Hugging Face directory or hub id."""
+    roles: RolesConfig = RolesConfig()
+    """Each role with its own model, backend and device."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where the roles run."""
+    data: DataConfig
+    """Training rows."""
+    reward: RewardSpec | dict[str, RewardSpec] = {}
+    """Scoring functions: one for all domains (`reward: exact`), or by domain (`reward: {sums: exact}`)."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where programs that the model wrote are run, for the reward `code`."""
+    eval: EvalConfig = EvalConfig()
+    """Held-out sets."""
+    optim: OptimConfig = OptimConfig()
+    """The optimizer."""
+    steps: int = Field(100, ge=0)
+    """Training steps."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of everything random."""
+    deterministic: bool = False
+    """Same seed, same machine, same bytes; costs some speed."""
+    threads: int = Field(0, ge=0)
+    """CPU threads for torch; 0 takes one per core. On ray: of each device, where `cluster.threads` says nothing else."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Resumable states."""
+    trackers: list[TrackerConfig] = []
+    """Where metrics go besides `metrics.jsonl`."""
+    import_from: list[str] = []
+    """Directories where `module:function` is looked up. The recipe's directory and the current one are added."""
+    pipeline: str = "rl"
+    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `module:NAME` is a pipeline of your own."""
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        self._check_mixture()
+        self._check_devices()
+        if self.roles.rollout.backend in ENGINES:  # a user's engine is imported, and checked, only by verbs that run it
+            self._check_engine()
+        best = self.eval.best_by
+        if best is not None and best not in self.eval.sets:
+            raise ValueError(f"eval.best_by is '{best}', but eval.sets has {sorted(self.eval.sets)}")
+        return self
+
+    def _check_mixture(self) -> None:
+        mixture, datasets = self.data.mixture, self.data.train
+        if not datasets:
+            raise ValueError("data.train is empty: name at least one dataset")
+        if mixture is not None and set(mixture) != set(datasets):
+            raise ValueError(
+                f"data.mixture names {sorted(mixture)}, but data.train has {sorted(datasets)}; they must be the same"
+            )
+        if mixture is not None and (min(mixture.values()) < 0 or sum(mixture.values()) <= 0):
+            raise ValueError(f"data.mixture needs shares of at least 0 with a positive sum, got {mixture}")
+
+    def _check_devices(self) -> None:
+        """Refuse devices that the runtime does not have, naming those that it has."""
+        local = self.cluster.runtime == "local"
+        for role in type(self.roles).model_fields:
+            devices = getattr(getattr(self.roles, role), "devices", None)
+            names_local = isinstance(devices, str) and LOCAL_DEVICE.fullmatch(devices) is not None
+            if local and devices is not None and (role == "rollout" or not names_local):
+                also = "the engines share the actor's device" if role == "rollout" else "a device is cpu, cuda or cuda:N there"
+                raise ValueError(
+                    f"roles.{role}.devices: {devices} maps a role to devices of a pool, which needs cluster.runtime: ray; on the local "
+                    f"runtime all roles share this process ({also})"
+                )
+            if not local and names_local:
+                raise ValueError(
+                    f"roles.{role}.devices: {devices} is for the local runtime; with cluster.runtime: ray a role runs on devices of the "
+                    f"pool: cluster.kind says GPU or CPU, roles.{role}.devices which of them, for example 0-3"
+                )
+
+    def _check_engine(self) -> None:
+        """Refuse what the engine backend does not support, by its traits."""
+        role, traits = self.roles.rollout, self.engine_traits()
+        if traits.own_process and self.cluster.runtime == "local":
+            raise ValueError(
+                f"roles.rollout.backend: {role.backend} runs in processes of its own, so it needs cluster.runtime: ray"
+            )
+        if (role.parallel and not traits.parallel) or (role.options and not traits.options):
+            raise ValueError(
+                "roles.rollout.parallel and roles.rollout.options are vLLM's; they need roles.rollout.backend: vllm"
+            )
+        if self.deterministic and not traits.deterministic:
+            raise ValueError(
+                f"deterministic: true needs roles.rollout.backend: native, because {traits.title}'s batches decide its last digits"
+            )
+        if self.roles.actor.lora is not None and not traits.adapters:
+            raise ValueError(
+                f"roles.actor.lora needs an engine that takes adapters, which roles.rollout.backend: {role.backend} does not"
+            )
+        if self.has_rollouts() and not traits.replayable:
+            raise ValueError(
+                f"roles.rollout.backend: {role.backend} gives no log-probs that the learner can reproduce, so its samples cannot be "
+                "trained on; it can only evaluate"
+            )
+
+    def rewards(self) -> dict[str, list[RewardConfig]]:
+        """Scoring functions by domain; `*` stands for every domain not named."""
+        if isinstance(self.reward, dict):
+            return {domain: normalise(spec) for domain, spec in self.reward.items()}
+        return {ALL_DOMAINS: normalise(self.reward)}
+
+    def role_model(self, role: Literal["actor", "reference", "teacher", "critic"]) -> str:
+        """The model a role plays with."""
+        return getattr(self.roles, role).model or self.model
+
+    def engine_traits(self) -> EngineTraits:
+        """What the engine backend supports; imports an engine of the user's own."""
+        return traits_of(self.roles.rollout.backend, self.import_from)
+
+    def check_engine(self) -> None:
+        """Refuse what an engine of the user's own does not support."""
+        try:
+            self._check_engine()
+        except ValueError as error:
+            raise ConfigError(f"{error}.") from None
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle so that a worker finds the class of a user's config in the recipe's folders."""
+        own = type(self)
+        return _unpickle, (own.__module__, own.__qualname__, self.import_from), self.__getstate__()
+
+    # --- What a pipeline's config overrides. ---
+
+    def has_rollouts(self) -> bool:
+        """Whether training generates and scores samples."""
+        return False
+
+    def rollout_section(self) -> RolloutConfig:
+        """How samples are generated and scored: those of evaluation, and of training if it has rollouts."""
+        return RolloutConfig()
+
+    def environment_section(self) -> EnvironmentConfig:
+        """How rows are played in an environment."""
+        return NONE
+
+    def has_episodes(self) -> bool:
+        """Whether rows are played in an environment."""
+        return False
+
+    def algorithm_section(self) -> AlgorithmConfig:
+        """The algorithm that the stages `infer`, `advantages` and `update` use."""
+        return AlgorithmConfig()
+
+    def needs(self) -> dict[str, str]:
+        """Passes that the loop needs besides the algorithm's (`reference`, `teacher`, `values`), each with the reason.
+
+        They start the roles: `reference`, `teacher` and, for `values`, `critic`.
+        """
+        return {}
+
+    def single_update(self) -> bool:
+        """Whether a batch is one optimizer step, so that the policy before the update is the policy in it."""
+        return True
+
+    def longest(self) -> int:
+        """The most tokens that the policy writes in one sample."""
+        return self.rollout_section().longest
+
+    def longest_trace(self) -> int:
+        """The most tokens of one generated trace, prompt included."""
+        return self.data.max_prompt_tokens + self.rollout_section().longest
+
+    def training_columns(self, dataset: DatasetConfig) -> list[tuple[str, str]] | None:
+        """Columns that training rows of a dataset must have, each with who asks for it. None: those that the rewards need."""
+        return None
+
+    def arithmetic(self) -> list[str]:
+        """How a step is made of rows, samples and optimizer steps, and the run of steps; a line each."""
+        return [f"{self.steps} steps"]
+
+
+def _unpickle(module: str, name: str, import_from: list[str]) -> RunConfig:
+    """An empty config of a class, for pickle to fill."""
+    search(import_from)
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found.__new__(found)

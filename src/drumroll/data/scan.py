@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Mapping
 
-from drumroll.config import AnyConfig, RLConfig
 from drumroll.config.data import DatasetConfig
-from drumroll.config.environment import NONE
+from drumroll.config.environment import NONE, EnvironmentConfig
 from drumroll.data.layouts import arrange
 from drumroll.data.rows import is_local, local_rows, place
 from drumroll.data.source import RequiredColumns, RowCheck
 from drumroll.errors import BadRow, ConfigError
 
 
-def scan(config: AnyConfig, required: RequiredColumns) -> None:
-    """Refuse local files with rows that lack what prompts and rewards need: the first by its place, all of them counted."""
-    environment = config.environment if isinstance(config, RLConfig) else NONE
-    for name, dataset, columns in _datasets(config, required):
+def scan(
+    section: str,
+    datasets: Mapping[str, DatasetConfig],
+    required: Callable[[DatasetConfig], RequiredColumns],
+    environment: EnvironmentConfig = NONE,
+) -> None:
+    """Refuse local files with rows that lack the prompt or a required column: the first by its place, all of them counted."""
+    for name, dataset in datasets.items():
         if is_local(dataset):
-            _scan(RowCheck(name, dataset, columns, environment))
-
-
-def _datasets(config: AnyConfig, required: RequiredColumns) -> Iterator[tuple[str, DatasetConfig, RequiredColumns]]:
-    for name, dataset in config.data.train.items():
-        imitated = partial(_completion, dataset.completion)
-        yield f"data.train.{name}", dataset, required if isinstance(config, RLConfig) else imitated
-    for name, dataset in config.eval.sets.items():
-        yield f"eval.sets.{name}", dataset, required
-
-
-def _completion(column: str, domain: str, *, played: bool = False) -> list[tuple[str, str]]:
-    return [(column, "supervised training")]
+            _scan(RowCheck(f"{section}.{name}", dataset, required(dataset), environment))
 
 
 def _scan(check: RowCheck) -> None:

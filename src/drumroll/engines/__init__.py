@@ -1,4 +1,7 @@
-"""The engine contract: what generates tokens. One file per engine beside this one.
+"""The engine contract: what generates tokens. One file per backend beside this one.
+
+To add a backend, write a class with the methods of `Engine` and an `EngineBackend` that makes it and declares its traits;
+`roles.rollout.backend: module:NAME` names the `EngineBackend`.
 
 Log-probs are of the distribution sampled from, at the request's temperature, so that the learner can reproduce
 them. Random numbers are keyed by the request's seed and the token's position, never by the batch.
@@ -6,14 +9,20 @@ them. Random numbers are keyed by the request's seed and the token's position, n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from drumroll.config.engines import ENGINES, KEY, EngineTraits
+from drumroll.config.roles import LoraConfig, RolloutRole
+from drumroll.errors import ConfigError
+from drumroll.registry import import_path
 from drumroll.sample import StopReason, Version
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from drumroll.models.loading import LoadedModel
 
 
 class EngineLost(Exception):
@@ -79,6 +88,15 @@ class Engine(Protocol):
         """Switch to new weights between two tokens; running requests go on, their keys and values kept or recomputed."""
         ...
 
+    def load_adapter(
+        self, version: Version, adapter: Mapping[str, Tensor], config: Mapping[str, Any], *, recompute: bool
+    ) -> None:
+        """Switch to new weights of the LoRA adapters, named and configured as PEFT does, as `load` does to all weights.
+
+        Only backends with the trait `adapters` are asked.
+        """
+        ...
+
     def sleep(self) -> None:
         """Leave the device to others: end all requests as `interrupt` does, and free what can be made again."""
         ...
@@ -94,3 +112,36 @@ class Engine(Protocol):
     def close(self) -> None:
         """Stop and free everything."""
         ...
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What a backend makes an engine from."""
+
+    role: RolloutRole
+    model: str
+    """The actor's model: a built-in, a directory or a hub id."""
+    load: Callable[[], LoadedModel]
+    """The actor's model in this process, with its adapters: the learner's own weights, or weights for this engine alone."""
+    device: str
+    dtype: str
+    lora: LoraConfig | None
+    context: int
+    """Tokens of the longest request with its completion."""
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class EngineBackend:
+    """A kind of engine: how to make one, and its traits."""
+
+    make: Callable[[EngineSetup], Engine]
+    traits: EngineTraits
+
+
+def find_backend(name: str) -> EngineBackend:
+    """The `BACKEND` of a built-in's file, imported only now as it may not be installed, or the user's `module:NAME`."""
+    found = import_path(f"{__name__}.{name}:BACKEND" if name in ENGINES else name, KEY)
+    if not isinstance(found, EngineBackend):
+        raise ConfigError(f"{KEY}: '{name}' is a {type(found).__name__}, not a drumroll.engines.EngineBackend.")
+    return found

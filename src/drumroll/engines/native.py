@@ -28,7 +28,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from drumroll.engines import Completion, EngineLost, Request
+from drumroll.config.engines import ENGINES
+from drumroll.engines import Completion, EngineBackend, EngineLost, EngineSetup, Request
 from drumroll.engines.pages import Chain, FixedPages, Pages
 from drumroll.engines.sampler import Restriction, choose, keyed_uniform
 from drumroll.errors import ConfigError
@@ -161,6 +162,11 @@ class NativeEngine:
 
     def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
         self._change(lambda: self._apply(version, weights, recompute))
+
+    def load_adapter(
+        self, version: Version, adapter: Mapping[str, Tensor], config: Mapping[str, Any], *, recompute: bool
+    ) -> None:
+        self.load(version, adapter, recompute=recompute)  # the module has the adapters, so their weights are among its own
 
     def sleep(self) -> None:
         self._change(self._fall_asleep)
@@ -575,3 +581,13 @@ def _settle(future: asyncio.Future[Completion], outcome: Completion | Exception)
         future.set_result(outcome)
     else:
         future.set_exception(outcome)
+
+
+def _make(setup: EngineSetup) -> NativeEngine:
+    role = setup.role
+    return NativeEngine(
+        setup.load(), slots=role.slots, context=setup.context, fixed_shape=setup.deterministic, cache_gb=role.cache_gb
+    )
+
+
+BACKEND = EngineBackend(_make, ENGINES["native"])

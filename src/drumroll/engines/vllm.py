@@ -32,9 +32,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drumroll.engines import Completion, EngineLost, Request
+from drumroll.config.engines import ENGINES
+from drumroll.engines import Completion, EngineBackend, EngineLost, EngineSetup, Request
 from drumroll.errors import ConfigError, ModelError, did_you_mean
 from drumroll.models import tiny
+from drumroll.models.loading import end_tokens
 from drumroll.sample import StopReason, Version, sample_seed
 
 OWN = ("model", "logprobs_mode", "worker_extension_cls")
@@ -378,3 +380,21 @@ def _write(tensors: Mapping[str, Tensor], path: Path) -> Path:
 
 def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+
+
+def _make(setup: EngineSetup) -> VllmEngine:
+    role, path = setup.role, Path(setup.model).expanduser()
+    sizes = {f"{name}_parallel_size": size for name, size in role.parallel.items()}
+    lora = {} if setup.lora is None else {"enable_lora": True, "max_lora_rank": max(8, setup.lora.rank)}
+    naps = {"enable_sleep_mode": True} if setup.device.startswith("cuda") else {}
+    several = {"distributed_executor_backend": "mp"} if sizes else {}  # else it would ask the Ray around it for devices
+    return VllmEngine(
+        str(path) if path.exists() else setup.model,
+        slots=role.slots,
+        context=setup.context,
+        eos=end_tokens(setup.model),
+        options={"dtype": setup.dtype, **sizes, **several, **lora, **naps, **role.options},
+    )
+
+
+BACKEND = EngineBackend(_make, ENGINES["vllm"])

@@ -20,7 +20,7 @@ from drumroll.batch import Batch
 from drumroll.config.optim import OptimConfig
 from drumroll.config.roles import LoraConfig
 from drumroll.learners.heads import Head, Settings
-from drumroll.learners.ranks import ALONE, Ranks
+from drumroll.learners.ranks import Ranks
 from drumroll.learners.statistics import Statistics
 from drumroll.models.loading import LoadedModel
 from drumroll.registry import Registry
@@ -119,13 +119,13 @@ class LearnerSpec:
 
     name: str  # of the model
     head: Head
+    ranks: Ranks
     optim: OptimConfig | None = None
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
     recompute_activations: bool = False
     lora: LoraConfig | None = None
-    ranks: Ranks = ALONE
 
 
 BACKENDS: Registry[Callable[[LearnerSpec], Backend]] = Registry("roles.actor.backend")

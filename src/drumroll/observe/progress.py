@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from typing_extensions import override
 
-from drumroll.config import AnyConfig
+from drumroll.config import RunConfig
 from drumroll.store.run import Run
 
 Metrics = Mapping[str, float]
@@ -44,7 +44,7 @@ class Quiet:
 class Plain(Quiet):
     """One line a step, for logs and pipes."""
 
-    def __init__(self, config: AnyConfig, console: Console) -> None:
+    def __init__(self, config: RunConfig, console: Console) -> None:
         self.config = config
         self.console = console
         self.began = time.monotonic()
@@ -77,7 +77,7 @@ class Plain(Quiet):
 class Screen(Plain):
     """A live panel: progress bar with ETA, rewards per domain, speed, time per stage."""
 
-    def __init__(self, config: AnyConfig, console: Console) -> None:
+    def __init__(self, config: RunConfig, console: Console) -> None:
         super().__init__(config, console)
         self.bar = Bar(
             TextColumn("[bold]{task.fields[stage]:<10}"),
@@ -167,6 +167,6 @@ def ending(run: Run, summary: Mapping[str, Any]) -> Group:
     return Group(title, table, lines) if summary["before"] else Group(lines)
 
 
-def for_console(config: AnyConfig, console: Console) -> Progress:
+def for_console(config: RunConfig, console: Console) -> Progress:
     """A live panel where there is a terminal, plain lines where there is none."""
     return Screen(config, console) if console.is_terminal else Plain(config, console)

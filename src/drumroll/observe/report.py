@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from drumroll.config import AnyConfig, RLConfig
+from drumroll.config import RunConfig
 from drumroll.observe.failures import FailureCause, by_cause
 from drumroll.runfiles.durable import write_text
 from drumroll.runfiles.rollouts import read_failures, read_samples
@@ -178,14 +178,14 @@ def _outcomes(summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -
     return [Outcome(name, sampled, _finite(first.get(key)), _finite(latest.get(key))) for name, sampled, key in sorted(found)]
 
 
-def _facts(config: AnyConfig, summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
+def _facts(config: RunConfig, summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
     step = summary.get("steps", rows[-1]["step"] if rows else 0)
     facts = {"model": config.role_model("actor"), "steps": f"{step:,} of {config.steps:,}"}
     if "seconds" in summary:
         facts["time"] = _duration(summary["seconds"])
-    if isinstance(config, RLConfig):
-        facts["samples per step"] = f"{config.rollout.prompts} × {config.rollout.samples}"
-        facts["advantage"] = config.algorithm.advantage
+    if config.has_rollouts():
+        rollout, algorithm = config.rollout_section(), config.algorithm_section()
+        facts |= {"samples per step": f"{rollout.prompts} × {rollout.samples}", "advantage": algorithm.advantage}
     return facts | {"pipeline": config.pipeline, "learning rate": f"{config.optim.lr:g}", "seed": str(config.seed)}
 
 

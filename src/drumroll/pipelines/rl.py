@@ -6,8 +6,10 @@ stage's. No helper may hide the order of the stages.
 
 from __future__ import annotations
 
+from drumroll.components import open_rollouts
 from drumroll.config import RLConfig
 from drumroll.errors import RolloutError
+from drumroll.pipelines import Pipeline
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.session import Remembered, Session
 from drumroll.stages import advantages, describe, infer, pack, publish, update
@@ -54,3 +56,6 @@ async def train(session: Session, config: RLConfig, rollouts: Rollouts) -> None:
     finally:
         await rollouts.close()
     await session.finish()
+
+
+PIPELINE = Pipeline(RLConfig, open_rollouts, train)

@@ -19,8 +19,10 @@ from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
 from drumroll.errors import BadRow, DataError
 from drumroll.learners import Update
+from drumroll.pipelines import Pipeline
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 from drumroll.session import Session
+from drumroll.workers.runtime import Workers
 
 ONLY_RL = ("train/mismatch", "train/kl")
 
@@ -82,10 +84,14 @@ class Demonstrations:
         self._sound = True
 
 
-async def train(session: Session, config: SFTConfig) -> None:
+def open_demonstrations(config: SFTConfig, workers: Workers) -> Demonstrations:
+    """The rows to imitate."""
+    return Demonstrations(config, Renderer(workers.tokenizer), lambda text: workers.notify(text))
+
+
+async def train(session: Session, config: SFTConfig, demonstrations: Demonstrations) -> None:
     """Imitate batch after batch; until the steps are done."""
     workers = session.workers
-    demonstrations = Demonstrations(config, Renderer(workers.tokenizer), session.progress.notice)
     session.watch(demonstrations=demonstrations)
 
     await session.start()
@@ -99,3 +105,6 @@ async def train(session: Session, config: SFTConfig) -> None:
         skipped = {"data/skipped": float(demonstrations.skipped.total())} if demonstrations.skipped else {}
         await session.commit({k: v for k, v in metrics.items() if k not in ONLY_RL} | skipped)
     await session.finish()
+
+
+PIPELINE = Pipeline(SFTConfig, open_demonstrations, train)

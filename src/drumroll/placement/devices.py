@@ -18,6 +18,8 @@ from drumroll.mesh import Mesh
 
 ANCHOR = "actor"
 """The role whose devices the others share when they name none; without it, the first role."""
+AUTO = "auto"
+"""The word for the default, where a range, a count or the name of a role may stand; never a role."""
 
 
 class Kind(StrEnum):
@@ -64,7 +66,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRequest:
-    """What a role asks for. `devices`: a range ("0-7,12"), a count, the name of a role to share with, or the default.
+    """What a role asks for. `devices`: a range ("0-7,12"), a count, the name of a role to share with, or `auto` (also None).
 
     `parallel` sizes multiply to one replica; replicas fill the devices in order. An engine's replica is one process;
     of a role that `spreads`, as learners do, each device is a process of its own, and replicas are the mesh's `data` axis.
@@ -74,6 +76,11 @@ class DeviceRequest:
     devices: str | int | None = None
     parallel: Mapping[str, int] = field(default_factory=dict)
     spreads: bool = False
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether it takes the default: the anchor all devices, other roles the anchor's."""
+        return self.devices is None or (isinstance(self.devices, str) and self.devices.strip() == AUTO)
 
     @property
     def replica(self) -> int:
@@ -180,7 +187,7 @@ def lay_out(pool: Pool, requests: Sequence[DeviceRequest], processes: Sequence[P
     size = len(pool.devices)
     given = {role: tuple(pool.devices[i] for i in parse(text, _key(role), size)) for role, text in named.items()}
     given |= _counted(pool, {r.role: r.devices for r in requests if isinstance(r.devices, int)}, given)
-    if anchor in asked and asked[anchor].devices is None:  # GPUs where there are any: a default never mixes kinds
+    if anchor in asked and asked[anchor].is_auto:  # GPUs where there are any: a default never mixes kinds
         gpus = tuple(d for d in pool.devices if d.kind is Kind.CUDA)
         given[anchor] = gpus or pool.devices
     layout = {role: given[_shared(request, asked, anchor, given)] for role, request in asked.items()}
@@ -223,12 +230,12 @@ def _shared(
     """The role whose devices this role uses in the end, following whom it shares with."""
     path = [request.role]
     while (role := path[-1]) not in given:
-        devices = asked[role].devices
-        other = anchor if devices is None else str(devices).strip()
+        request = asked[role]
+        other = anchor if request.is_auto else str(request.devices).strip()
         if other not in asked:
             others = [r for r in asked if r != role]
             known = ", ".join(others) or "there is none"
-            hint = did_you_mean(other, others)
+            hint = did_you_mean(other, [*others, AUTO])
             raise ConfigError(f"{_key(role)}: '{other}' is no role with devices to share ({known}).{hint}")
         if other in path:
             circle = " → ".join([*path[path.index(other) :], other])

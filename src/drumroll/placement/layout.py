@@ -6,12 +6,12 @@ import os
 from collections.abc import Collection
 
 from drumroll.algorithms import REFERENCE, TEACHER, VALUES
-from drumroll.config import AnyConfig, RLConfig
+from drumroll.config import RunConfig
 from drumroll.errors import ConfigError
 from drumroll.placement.devices import DeviceRequest, Kind, Pool
 
 
-def requests(config: AnyConfig, needs: Collection[str]) -> list[DeviceRequest]:
+def requests(config: RunConfig, needs: Collection[str]) -> list[DeviceRequest]:
     """What each role of the run asks of the pool, given what the algorithm needs."""
     roles = config.roles
     asked = [
@@ -31,17 +31,17 @@ def requests(config: AnyConfig, needs: Collection[str]) -> list[DeviceRequest]:
     return asked
 
 
-def adapters_off(config: AnyConfig) -> bool:
+def adapters_off(config: RunConfig) -> bool:
     """Whether the reference is the actor without its adapters."""
-    return isinstance(config, RLConfig) and config.roles.actor.lora is not None and config.roles.reference.model is None
+    return config.roles.actor.lora is not None and config.roles.reference.model is None
 
 
-def threads_of(config: AnyConfig) -> int:
+def threads_of(config: RunConfig) -> int:
     """CPU threads of a device as the config asks for them; 0 lets the machine decide."""
     return config.cluster.threads or config.threads
 
 
-def pool_of(config: AnyConfig, gpus: int) -> Pool:
+def pool_of(config: RunConfig, gpus: int) -> Pool:
     """The devices of this machine, which has so many GPUs, as the config asks for them."""
     wanted, cores = config.cluster, os.cpu_count() or 1
     kind = Kind(wanted.kind) if wanted.kind != "auto" else (Kind.CUDA if gpus else Kind.CPU)
@@ -51,6 +51,6 @@ def pool_of(config: AnyConfig, gpus: int) -> Pool:
     return Pool.of([{kind: count}], threads_of(config) or (1 if kind is Kind.CUDA else max(1, cores // count)))
 
 
-def joins(config: AnyConfig) -> bool:
+def joins(config: RunConfig) -> bool:
     """Whether the run joins a cluster, instead of starting one here."""
     return bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drumroll.config import AnyConfig, dump, load
+from drumroll.config import RunConfig, dump, load
 from drumroll.errors import StoreError
 from drumroll.runfiles.durable import append_text, explained, make_folder, new_file, sync, write_text
 from drumroll.runfiles.rollouts import read_outcomes, read_samples, write_samples
@@ -32,13 +32,13 @@ BEFORE_A_STEP = {
 class Run:
     """An open run directory. `metrics`, `samples` and `model_path` are what a finished run is asked for."""
 
-    def __init__(self, path: Path, config: AnyConfig) -> None:
+    def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
         self.config = config
         self.checkpoints = Checkpoints(path / "checkpoints", config.checkpoint.keep)
 
     @staticmethod
-    def check_free(config: AnyConfig, *, overwrite: bool = False) -> Path:
+    def check_free(config: RunConfig, *, overwrite: bool = False) -> Path:
         """Return the run's path; a directory with something in it is refused, unless it is a run to overwrite.
 
         A run that ended before its first step is no obstacle.
@@ -51,7 +51,7 @@ class Run:
         return path
 
     @staticmethod
-    def check_ours(config: AnyConfig) -> Path:
+    def check_ours(config: RunConfig) -> Path:
         """Return the run's path; a directory with something in it that is not a run is refused."""
         path = Path(config.output) / config.name
         if path.exists() and not (path / CONFIG).exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - {LOCK}):
@@ -60,7 +60,7 @@ class Run:
         return path
 
     @classmethod
-    def create(cls, config: AnyConfig, *, overwrite: bool = False) -> Run:
+    def create(cls, config: RunConfig, *, overwrite: bool = False) -> Run:
         """Start a new run directory."""
         path = cls.check_free(config, overwrite=overwrite)
         make_folder(path)
@@ -80,9 +80,9 @@ class Run:
         if not (path / CONFIG).exists():
             what = "there is no such directory" if not path.exists() else f"it has no {CONFIG}"
             raise StoreError(f"{path} is not a run directory: {what}.")
-        return cls(path, load(path / CONFIG).config)
+        return cls(path, load(path / CONFIG, import_code=False).config)
 
-    def reconfigured(self, config: AnyConfig) -> Run:
+    def reconfigured(self, config: RunConfig) -> Run:
         """This run under a changed config, which is kept: overrides given on resuming hold from then on."""
         write_text(self.path / CONFIG, dump(config))
         return Run(self.path, config)

@@ -19,7 +19,7 @@ from drumroll.placement.devices import DeviceSet
 from drumroll.processes.threads import SerialExecutor
 from drumroll.workers.server import WorkerLost
 
-W = TypeVar("W")
+W = TypeVar("W", covariant=True)  # a group of `LearnerWorker`s is a group of `Learner`s
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing_extensions import override
 
 from drumroll.algorithms import REFERENCE, TEACHER, VALUES
-from drumroll.config import AnyConfig, RLConfig
+from drumroll.config import RunConfig
 from drumroll.engines import Completion, Engine, EngineLost, Request
 from drumroll.engines.router import Router
 from drumroll.learners import Learner
 from drumroll.models import attention
+from drumroll.models.adapters import peft_config
 from drumroll.models.loading import LoadedModel, load_tokenizer
 from drumroll.placement.layout import adapters_off
 from drumroll.processes.memory import peak_gb
@@ -29,48 +30,48 @@ from drumroll.sample import Version
 from drumroll.workers.batch_builder import BatchBuilder
 from drumroll.workers.group import LocalGroup, Role
 from drumroll.workers.roles import (
+    make_engine,
     make_judge,
     make_reward_model,
-    native_engine,
     open_learner,
 )
-from drumroll.workers.runtime import Workers, configure_torch, open_algorithm
+from drumroll.workers.runtime import Workers, configure_torch, needs_of, open_algorithm
 
 
 class LocalWorkers(Workers):
     """Loads the models of all roles."""
 
-    def __init__(self, config: AnyConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
         super().__init__()
         configure_torch(config)
-        rl = config if isinstance(config, RLConfig) else None
-        learner = open_learner(config, "actor")
+        rollout, learner = config.rollout_section(), open_learner(config, "actor")
         model = learner.backend.model
         assert model is not None, "roles.actor.backend cannot share its weights with engines of its process"
         self._trained: list[Learner] = [learner]
         self.tokenizer = model.tokenizer
         self.actor = LocalGroup(Role.ACTOR, [learner])
-        self._shared = rl is None or rl.rollout.max_staleness == 0
-        self._recompute = rl is not None and rl.rollout.kv_at_switch == "recompute"
+        self._shared = rollout.max_staleness == 0 and config.engine_traits().shares_weights
+        self._recompute, self._lora = rollout.kv_at_switch == "recompute", config.roles.actor.lora
         engines: list[Engine] = [
-            native_engine(config, model if self._shared else _copy(model)) for _ in range(config.roles.rollout.workers)
+            make_engine(config, lambda: model if self._shared else _copy(model)) for _ in range(config.roles.rollout.workers)
         ]
         self.rollout = LocalGroup(Role.ROLLOUT, engines)
-        self.router = Router(rl.rollout.engine_timeout) if rl else Router()
+        self.router = Router(rollout.engine_timeout)
         _join(self.router, self.rollout, engines)
-        algorithm = open_algorithm(config)
-        self.batch_builder = LocalGroup(Role.BATCH_BUILDER, [BatchBuilder(algorithm)])
-        self.needs = algorithm.needs
-        if rl is not None and REFERENCE in self.needs:
-            self.reference = self.actor if adapters_off(rl) else LocalGroup(Role.REFERENCE, [open_learner(rl, "reference")])
-        if rl is not None and TEACHER in self.needs:
-            self.teacher = LocalGroup(Role.TEACHER, [open_learner(rl, "teacher")])
-        if rl is not None and VALUES in self.needs:
-            self._trained.append(open_learner(rl, "critic"))
+        self.batch_builder = LocalGroup(Role.BATCH_BUILDER, [BatchBuilder(open_algorithm(config))])
+        self.needs = needs_of(config)
+        if REFERENCE in self.needs:
+            self.reference = (
+                self.actor if adapters_off(config) else LocalGroup(Role.REFERENCE, [open_learner(config, "reference")])
+            )
+        if TEACHER in self.needs:
+            self.teacher = LocalGroup(Role.TEACHER, [open_learner(config, "teacher")])
+        if VALUES in self.needs:
+            self._trained.append(open_learner(config, "critic"))
             self.critic = LocalGroup(Role.CRITIC, self._trained[1:])
         self._scorers(config)
 
-    def _scorers(self, config: AnyConfig) -> None:
+    def _scorers(self, config: RunConfig) -> None:
         """The roles that rewards may ask."""
         run, asked, model = Path(config.output) / config.name, config.roles.judge, config.roles.reward_model
         if asked is not None and asked.url is None:
@@ -95,7 +96,11 @@ class LocalWorkers(Workers):
         weights = dict(await self.actor.call(0, Learner.weights))
         for rank in range(self.rollout.size):
             with suppress(EngineLost):  # the router learns of it with the next request
-                await self.rollout.call(rank, Engine.load, version, weights, recompute=self._recompute)
+                if self._lora is None:
+                    await self.rollout.call(rank, Engine.load, version, weights, recompute=self._recompute)
+                else:
+                    adapter = peft_config(self._lora)
+                    await self.rollout.call(rank, Engine.load_adapter, version, weights, adapter, recompute=self._recompute)
 
     @override
     def interrupt(self) -> None:

@@ -10,18 +10,20 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from typing_extensions import override
 
 from drumroll.algorithms import REFERENCE
-from drumroll.config import AnyConfig, RLConfig
+from drumroll.config import RunConfig
 from drumroll.engines import EngineLost
 from drumroll.engines.router import Router
 from drumroll.learners import Learner
+from drumroll.mesh import Mesh
 from drumroll.models.loading import load_tokenizer
 from drumroll.placement.devices import DeviceSet, Kind, Layout, lay_out
 from drumroll.placement.layout import joins, pool_of, requests, threads_of
@@ -34,22 +36,34 @@ from drumroll.weights.choice import End, choose
 from drumroll.workers.engine_pool import EnginePool
 from drumroll.workers.group import GRACE, Role
 from drumroll.workers.ray_actors import RayGroup, RayRuntime, pool_of_cluster
-from drumroll.workers.ray_workers import EngineWorker, LearnerWorker, RewardPool, RewardWorker, make_batch_builder, make_worker
-from drumroll.workers.runtime import Workers, configure_torch, open_algorithm
+from drumroll.workers.ray_workers import (
+    Assignment,
+    EngineWorker,
+    LearnerWorker,
+    RewardPool,
+    RewardWorker,
+    make_batch_builder,
+    make_classifier,
+    make_engine_worker,
+    make_learner_worker,
+)
+from drumroll.workers.roles import LearnerRole
+from drumroll.workers.runtime import Workers, configure_torch, needs_of
 from drumroll.workers.server import WorkerLost
 
 URGENT = ("abort", "interrupt", "set_version", "memory")
 """Methods that do not wait for a running one."""
+W = TypeVar("W")
 LEARNING = ("actor", "critic", "reference", "teacher")
 """Roles that work while `training` lasts."""
 
 
-async def open_ray(config: AnyConfig) -> RayWorkers:
+async def open_ray(config: RunConfig) -> RayWorkers:
     """Join or start the cluster, lay the roles out, and start them."""
     pool = None
     if not joins(config):  # mistakes are told before anything starts
         pool = pool_of(config, torch.cuda.device_count())
-        lay_out(pool, requests(config, open_algorithm(config).needs))
+        lay_out(pool, requests(config, needs_of(config)))
     wanted = config.cluster
     runtime = RayRuntime(
         pool,
@@ -71,14 +85,14 @@ async def open_ray(config: AnyConfig) -> RayWorkers:
 class RayWorkers(Workers):
     """Groups of actors."""
 
-    def __init__(self, config: AnyConfig, runtime: RayRuntime) -> None:
+    def __init__(self, config: RunConfig, runtime: RayRuntime) -> None:
         super().__init__()
         configure_torch(config, 1)
         self.config, self.runtime = config, runtime
-        self.needs = open_algorithm(config).needs
+        self.needs = needs_of(config)
         self.layout: Layout = lay_out(runtime.pool, requests(config, self.needs))
         self.tokenizer = load_tokenizer(config.role_model("actor"))
-        self._recompute = isinstance(config, RLConfig) and config.rollout.kv_at_switch == "recompute"
+        self._recompute = config.rollout_section().kv_at_switch == "recompute"
         self._stores: list[Any] = []
         self._members: frozenset[int] = frozenset()  # engines on the bus
         self._device_lock = asyncio.Lock()  # weights, training and engines that come back exclude each other
@@ -87,26 +101,28 @@ class RayWorkers(Workers):
     def _groups(self) -> None:
         config, anew = self.config, self.config.cluster.replace_engines
         self._stops = f"the run stops; drumroll train --resume {config.output}/{config.name} goes on from the last checkpoint"
-        self._actors: RayGroup[Any] = self._learners(Role.ACTOR)
+        self._actors = self._learners("actor")
         self.actor = self._actors
         then = "a new one is started, and its samples go on there or elsewhere" if anew else "its samples go to other engines"
-        self._engines: RayGroup[Any] = self._group(Role.ROLLOUT, "make_engine", then)
+        self._engines = self._group(Role.ROLLOUT, partial(make_engine_worker, Role.ROLLOUT), then)
         self.rollout = self._engines
         self._engine_pool = self._engine_pool_of(self._engines, self._renew)
         self._engine_pools = [self._engine_pool]
         if "reference" in self.layout.devices:
-            self.reference = self._learners(Role.REFERENCE)
+            self.reference = self._learners("reference")
         elif REFERENCE in self.needs:
             self.reference = self.actor
         if "teacher" in self.layout.devices:
-            self.teacher = self._learners(Role.TEACHER)
+            self.teacher = self._learners("teacher")
         if "critic" in self.layout.devices:
-            self.critic = self._learners(Role.CRITIC)
+            self.critic = self._learners("critic")
         if "judge" in self.layout.devices:
             then = "a new one is started, and its questions are asked again" if anew else "its questions go to other judges"
-            self._engine_pools.append(self._engine_pool_of(self._group(Role.JUDGE, "make_judge", then)))
+            self._engine_pools.append(
+                self._engine_pool_of(self._group(Role.JUDGE, partial(make_engine_worker, Role.JUDGE), then))
+            )
         if "reward_model" in self.layout.devices:
-            self._classifiers = self._group(Role.REWARD_MODEL, "make_reward_model", self._stops)
+            self._classifiers = self._group(Role.REWARD_MODEL, make_classifier, self._stops)
         beside, deadline = (
             self._actors.device_sets[:1],
             config.cluster.call_timeout,
@@ -115,15 +131,18 @@ class RayWorkers(Workers):
             self.runtime, Role.BATCH_BUILDER, [partial(make_batch_builder, config)], beside, deadline=deadline, then=self._stops
         )
 
-    def _group(self, role: Role, make: str, then: str, **more: Any) -> RayGroup[Any]:
-        device_sets, deadline = self.layout.replicas(role), self.config.cluster.call_timeout
+    def _group(self, role: Role, make: Callable[[RunConfig, Assignment], W], then: str) -> RayGroup[W]:
+        device_sets, deadline = self.layout.workers(role), self.config.cluster.call_timeout
+        mesh = self.layout.meshes.get(role) or Mesh(data=len(device_sets))
         factories = [
-            partial(make_worker, make, self.config, devices[0], rank, len(device_sets), **more)
+            partial(make, self.config, Assignment(devices[0], replace(mesh, rank=rank)))
             for rank, devices in enumerate(device_sets)
         ]
-        return RayGroup(self.runtime, role, factories, device_sets, urgent=URGENT, deadline=deadline, then=then)
+        group = RayGroup(self.runtime, role, factories, device_sets, urgent=URGENT, deadline=deadline, then=then)
+        group.mesh = mesh
+        return group
 
-    def _learners(self, role: Role) -> RayGroup[Learner]:
+    def _learners(self, role: LearnerRole) -> RayGroup[LearnerWorker]:
         """Data-parallel ranks, which meet at a store of ours."""
         devices, meeting = self.layout.devices[role], None
         if len(devices) > 1:
@@ -131,13 +150,15 @@ class RayWorkers(Workers):
             host = LOOPBACK if set(addresses) == {here} else here
             self._stores.append(open_store(host))
             meeting = (host, self._stores[-1].port, addresses)
-        return self._group(role, f"make_{role}", self._stops, meeting=meeting)
+        return self._group(Role(role), partial(make_learner_worker, role, meeting), self._stops)
 
-    def _engine_pool_of(self, group: RayGroup[Any], prepare: Callable[[], Awaitable[None]] | None = None) -> EnginePool:
+    def _engine_pool_of(
+        self, group: RayGroup[EngineWorker], prepare: Callable[[], Awaitable[None]] | None = None
+    ) -> EnginePool:
         config = self.config
         return EnginePool(
             group,
-            Router(config.rollout.engine_timeout) if isinstance(config, RLConfig) else Router(),
+            Router(config.rollout_section().engine_timeout),
             self._device_lock,
             trained={d.index for role in LEARNING for d in self.layout.devices.get(role, ())},
             replaces=config.cluster.replace_engines,
@@ -217,7 +238,7 @@ class RayWorkers(Workers):
 
     async def _connect(self, ranks: list[int]) -> bool:
         """Connect the actor's first rank with these engines; whether all came."""
-        own = self.config.roles.rollout.backend == "native"  # vLLM's tensors are in processes of its own
+        own = not self.config.engine_traits().own_process  # else the engine's tensors are not in its worker's process
         device_sets = [self._actors.device_sets[0], *(self._engines.device_sets[rank] for rank in ranks)]
         ends = [
             End(self.runtime.host_of(p[0]), p[0].index if p[0].kind is Kind.CUDA and (own or not i) else None)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
-from drumroll.config import AnyConfig
+from torch import Tensor
+
+from drumroll.config import RunConfig
+from drumroll.config.roles import LoraConfig
 from drumroll.engines import Completion, Engine, Request
+from drumroll.learners import Learner
 from drumroll.learners.ranks import Ranks
 from drumroll.mesh import Mesh
 from drumroll.models.adapters import peft_config
@@ -27,7 +32,9 @@ from drumroll.weights.choice import Transport
 from drumroll.weights.shared_memory import SharedReceiver, SharedSender
 from drumroll.workers import roles
 from drumroll.workers.batch_builder import BatchBuilder
+from drumroll.workers.group import Role
 from drumroll.workers.ray_actors import RayGroup
+from drumroll.workers.roles import LearnerRole
 from drumroll.workers.runtime import configure_torch, open_algorithm
 from drumroll.workers.server import WorkerLost
 
@@ -35,48 +42,64 @@ Meet = tuple[str, int, Sequence[str]]
 """Where ranks meet: host and port of their store, and the address of each rank."""
 
 
-def make_worker(
-    make: str, config: AnyConfig, device: Device, rank: int, count: int, meeting: Meet | None = None
-) -> LearnerWorker | EngineWorker | Classifier:
-    """Make the worker of a role in this process, which sees its own GPUs only; `device` is the first of it."""
-    search(config.import_from)
-    configure_torch(config, device.threads)
-    where = "cuda" if device.kind is Kind.CUDA else "cpu"
-    sections = {
-        name: getattr(config.roles, name) for name in ("actor", "reference", "teacher", "critic", "judge", "reward_model")
-    }
-    on = {name: section.model_copy(update={"devices": where}) for name, section in sections.items() if section is not None}
-    config = config.model_copy(update={"roles": config.roles.model_copy(update=on)})
-    if make in ("make_engine", "make_judge"):
-        return EngineWorker(getattr(roles, make)(config), config)
-    if make == "make_reward_model":
-        return roles.make_reward_model(config)
-    role = cast(roles.LearnerRole, make.removeprefix("make_"))
-    mesh = Mesh(data=count, rank=rank)
-    ranks = Ranks(mesh)
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a worker is given: the first of its devices, and its rank on the mesh of its role."""
+
+    device: Device
+    mesh: Mesh
+
+    @property
+    def torch_device(self) -> str:
+        """The device as torch names it in the worker's process, which sees its own GPUs only."""
+        return "cuda" if self.device.kind is Kind.CUDA else "cpu"
+
+
+def make_learner_worker(role: LearnerRole, meeting: Meet | None, config: RunConfig, assigned: Assignment) -> LearnerWorker:
+    """Make a learner in this process. Ranks of roles that are trained meet."""
+    config, ranks, mesh = _prepare(config, assigned), Ranks(assigned.mesh), assigned.mesh
     if meeting is not None and role not in ("reference", "teacher"):
         host, port, addresses = meeting
         seconds = config.cluster.collective_timeout
         patience = max(seconds, config.cluster.start_timeout)  # processes of one group may start minutes apart
-        ranks = Ranks.meet(mesh, host, port, device=where, seconds=seconds, address=addresses[rank], patience=patience)
-    return LearnerWorker(roles.open_learner(config, role, ranks))
+        own, device = addresses[mesh.rank], assigned.torch_device
+        ranks = Ranks.meet(mesh, host, port, device=device, seconds=seconds, address=own, patience=patience)
+    return roles.open_learner(config, role, ranks, LearnerWorker)
 
 
-def make_batch_builder(config: AnyConfig) -> BatchBuilder:
+def make_engine_worker(role: Role, config: RunConfig, assigned: Assignment) -> EngineWorker:
+    """Make an engine in this process."""
+    config = _prepare(config, assigned)
+    return EngineWorker(roles.ENGINES[role](config), config.roles.actor.lora)
+
+
+def make_classifier(config: RunConfig, assigned: Assignment) -> Classifier:
+    """Make the reward model in this process."""
+    return roles.make_reward_model(_prepare(config, assigned))
+
+
+def _prepare(config: RunConfig, assigned: Assignment) -> RunConfig:
+    """Configure this process for its worker; returns the config with every role on the worker's device."""
+    search(config.import_from)
+    configure_torch(config, assigned.device.threads)
+    sections = {
+        name: getattr(config.roles, name) for name in ("actor", "reference", "teacher", "critic", "judge", "reward_model")
+    }
+    where = {"devices": assigned.torch_device}
+    on = {name: section.model_copy(update=where) for name, section in sections.items() if section is not None}
+    return config.model_copy(update={"roles": config.roles.model_copy(update=on)})
+
+
+def make_batch_builder(config: RunConfig) -> BatchBuilder:
     """The batch builder, which looks a user's own parts up as every worker does."""
     search(config.import_from)
     return BatchBuilder(open_algorithm(config))
 
 
-class LearnerWorker:
-    """A learner; the actor's first rank sends weights. All else is the learner's own."""
+class LearnerWorker(Learner):
+    """A learner in a process of its own; the actor's first rank also sends weights."""
 
-    def __init__(self, learner: Any) -> None:
-        self.learner = learner
-        self._sender: Sender | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["learner"], name)
+    _sender: Sender | None = None
 
     def open_transport(self, transport: Transport, run: str, packing: Packing, size: int, address: str) -> Meeting | None:
         """Be ready to send to so many, ourselves counted, from our address; what we had before is closed. None: they need not meet."""
@@ -86,7 +109,7 @@ class LearnerWorker:
         if transport.kind == "shared":
             self._sender = SharedSender(run, packing)
             return None
-        settle(self.learner.backend.working)
+        settle(self.backend.working)
         sender = BroadcastSender(Meeting(transport.host, 0, size, transport.device, seconds=120.0), packing, address=address)
         self._sender = sender
         return sender.meeting
@@ -94,8 +117,8 @@ class LearnerWorker:
     def send(self) -> WeightManifest | None:
         """Offer the weights as they are; the count of updates is their version. All ranks bring them together, the first sends."""
         if self._sender is not None:
-            return self._sender.send(self.learner.step, self.learner.weights())
-        for _ in self.learner.weights():
+            return self._sender.send(self.step, self.weights())
+        for _ in self.weights():
             pass
         return None
 
@@ -114,11 +137,11 @@ class LearnerWorker:
 
 
 class EngineWorker:
-    """An engine that receives weights."""
+    """Implements `Engine` by the engine of this process, and receives weights for it: all, or those of the adapters."""
 
-    def __init__(self, engine: Engine, config: AnyConfig) -> None:
+    def __init__(self, engine: Engine, lora: LoraConfig | None) -> None:
         self.engine = engine
-        self._lora = config.roles.actor.lora if config.roles.rollout.backend == "vllm" else None
+        self._lora = lora
         self._receiver: Receiver | None = None
 
     async def generate(self, request: Request) -> Completion:
@@ -135,13 +158,18 @@ class EngineWorker:
         """Switch to the weights of a manifest between two tokens."""
         assert self._receiver is not None
         weights = dict(self._receiver.receive(manifest))
-        if self._lora is not None:
-            from drumroll.engines.vllm import VllmEngine
-
-            assert isinstance(self.engine, VllmEngine)
-            self.engine.load_adapter(manifest.version, weights, peft_config(self._lora), recompute=recompute)
+        if self._lora is None:
+            self.load(manifest.version, weights, recompute=recompute)
         else:
-            self.engine.load(manifest.version, weights, recompute=recompute)
+            self.load_adapter(manifest.version, weights, peft_config(self._lora), recompute=recompute)
+
+    def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
+        self.engine.load(version, weights, recompute=recompute)
+
+    def load_adapter(
+        self, version: Version, adapter: Mapping[str, Tensor], config: Mapping[str, Any], *, recompute: bool
+    ) -> None:
+        self.engine.load_adapter(version, adapter, config, recompute=recompute)
 
     def sleep(self) -> None:
         self.engine.sleep()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
-from drumroll.config import AnyConfig
+from drumroll.config import RunConfig
 from drumroll.config.roles import ActorRole, CriticRole, JudgeRole, ReferenceRole, RewardModelRole
-from drumroll.engines import Engine
+from drumroll.engines import Engine, EngineSetup, find_backend
 from drumroll.engines.native import NativeEngine
 from drumroll.errors import ConfigError
 from drumroll.learners import Learner, backends
@@ -15,21 +15,23 @@ from drumroll.learners.backend import BACKENDS, LearnerSpec
 from drumroll.learners.heads import LogProbHead, ValueHead
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.models.adapters import add_adapters
-from drumroll.models.loading import LoadedModel, end_tokens, load, load_tokenizer
+from drumroll.models.loading import LoadedModel, load, load_tokenizer
 from drumroll.rewards.model import Classifier
+from drumroll.workers.group import Role
 from drumroll.workers.runtime import context_length
 
+L = TypeVar("L", bound=Learner)
 LearnerRole = Literal["actor", "reference", "teacher", "critic"]
 """Roles that compute gradients or log-probs."""
 assert backends.__all__, "imported so that the built-in backends register"
 
 
-def local_device(config: AnyConfig, section: ActorRole | ReferenceRole | CriticRole | JudgeRole | RewardModelRole) -> str:
+def local_device(config: RunConfig, section: ActorRole | ReferenceRole | CriticRole | JudgeRole | RewardModelRole) -> str:
     """The torch device of a role in this process: its own, else the actor's, else CUDA where there is one."""
     return str(section.devices or config.roles.actor.devices or "auto")
 
 
-def open_learner(config: AnyConfig, role: LearnerRole, ranks: Ranks = ALONE) -> Learner:
+def open_learner(config: RunConfig, role: LearnerRole, ranks: Ranks = ALONE, kind: Callable[..., L] = Learner) -> L:
     """A rank of a role that computes gradients or log-probs: its backend, its head, and, unless it is frozen, its optimizer."""
     section = getattr(config.roles, role)
     optim = {"actor": config.optim, "critic": config.roles.critic.optim}.get(role)
@@ -39,18 +41,18 @@ def open_learner(config: AnyConfig, role: LearnerRole, ranks: Ranks = ALONE) -> 
     spec = LearnerSpec(
         config.role_model(role),
         head,
+        ranks,
         optim,
         dtype=section.dtype or config.roles.actor.dtype,
         device=local_device(config, section),
         seed=config.seed,
         recompute_activations=getattr(section, "recompute_activations", False),
         lora=config.roles.actor.lora if role == "actor" else None,
-        ranks=ranks,
     )
-    return Learner(BACKENDS.get(config.roles.actor.backend)(spec), optim, head, total_steps=config.steps)
+    return kind(BACKENDS.get(config.roles.actor.backend)(spec), optim, head, total_steps=config.steps)
 
 
-def _check_tokens(config: AnyConfig) -> None:
+def _check_tokens(config: RunConfig) -> None:
     """Refuse a teacher whose log-probs cannot be compared with the actor's."""
     if load_tokenizer(config.role_model("teacher")).get_vocab() != load_tokenizer(config.role_model("actor")).get_vocab():
         raise ConfigError(
@@ -58,46 +60,39 @@ def _check_tokens(config: AnyConfig) -> None:
         )
 
 
-def native_engine(config: AnyConfig, model: LoadedModel) -> NativeEngine:
-    """The embedded engine over a model."""
-    role, context = config.roles.rollout, context_length(config)
-    return NativeEngine(model, slots=role.slots, context=context, fixed_shape=config.deterministic, cache_gb=role.cache_gb)
-
-
-def make_engine(config: AnyConfig) -> Engine:
-    """An engine in a process of its own, with the weights that training starts from."""
-    role, actor = config.roles.rollout, config.roles.actor
-    if role.backend == "native":
-        model = load(config.role_model("actor"), dtype=actor.dtype, device=local_device(config, actor), seed=config.seed)
-        if actor.lora is not None:
-            add_adapters(model, actor.lora)
-        model.module.requires_grad_(False)
-        return native_engine(config, model)
-    from drumroll.engines.vllm import VllmEngine
-
-    sizes = {f"{name}_parallel_size": size for name, size in role.parallel.items()}
-    lora = {} if actor.lora is None else {"enable_lora": True, "max_lora_rank": max(8, actor.lora.rank)}
-    naps = {"enable_sleep_mode": True} if local_device(config, actor).startswith("cuda") else {}
-    several = {"distributed_executor_backend": "mp"} if sizes else {}  # else it would ask the Ray around it for devices
-    options = {"dtype": actor.dtype, **sizes, **several, **lora, **naps, **role.options}
-    name = config.role_model("actor")
-    path = Path(name).expanduser()
-    return VllmEngine(
-        str(path) if path.exists() else name,
-        slots=role.slots,
+def make_engine(config: RunConfig, load_model: Callable[[], LoadedModel] | None = None) -> Engine:
+    """An engine of the config's backend; by default with weights for itself alone, those that training starts from."""
+    actor = config.roles.actor
+    setup = EngineSetup(
+        role=config.roles.rollout,
+        model=config.role_model("actor"),
+        load=load_model or (lambda: _frozen_actor(config)),
+        device=local_device(config, actor),
+        dtype=actor.dtype,
+        lora=actor.lora,
         context=context_length(config),
-        eos=end_tokens(name),
-        options=options,
+        deterministic=config.deterministic,
     )
+    return find_backend(setup.role.backend).make(setup)
 
 
-def make_reward_model(config: AnyConfig) -> Classifier:
+def _frozen_actor(config: RunConfig) -> LoadedModel:
+    """The weights that training starts from, with adapters where the actor has some."""
+    actor = config.roles.actor
+    model = load(config.role_model("actor"), dtype=actor.dtype, device=local_device(config, actor), seed=config.seed)
+    if actor.lora is not None:
+        add_adapters(model, actor.lora)
+    model.module.requires_grad_(False)
+    return model
+
+
+def make_reward_model(config: RunConfig) -> Classifier:
     """The classifier that rewards may ask."""
     assert config.roles.reward_model is not None
     return Classifier(config.roles.reward_model, local_device(config, config.roles.reward_model))
 
 
-def make_judge(config: AnyConfig) -> Engine:
+def make_judge(config: RunConfig) -> Engine:
     """The engine that rewards may ask."""
     role = config.roles.judge
     assert role is not None
@@ -105,3 +100,7 @@ def make_judge(config: AnyConfig) -> Engine:
     model.module.requires_grad_(False)
     context = role.max_prompt_tokens + role.max_tokens
     return NativeEngine(model, slots=role.slots, context=context, fixed_shape=config.deterministic)
+
+
+ENGINES: dict[Role, Callable[[RunConfig], Engine]] = {Role.ROLLOUT: make_engine, Role.JUDGE: make_judge}
+"""Roles that generate."""

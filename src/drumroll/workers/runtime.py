@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from drumroll.algorithms import Algorithm
-from drumroll.config import AnyConfig, RLConfig
+from drumroll.config import RunConfig
 from drumroll.engines import Engine
 from drumroll.engines.router import Router
 from drumroll.learners import Learner
@@ -82,9 +82,10 @@ class Workers(ABC):
             await close()
 
 
-async def open_workers(config: AnyConfig) -> Workers:
+async def open_workers(config: RunConfig) -> Workers:
     """Start all roles on the config's runtime. From here on the user's modules can be imported."""
     search(config.import_from)
+    config.check_engine()
     if config.cluster.runtime == "ray":
         from drumroll.workers.ray import open_ray
 
@@ -94,27 +95,25 @@ async def open_workers(config: AnyConfig) -> Workers:
     return LocalWorkers(config)
 
 
-def open_algorithm(config: AnyConfig) -> Algorithm:
+def open_algorithm(config: RunConfig) -> Algorithm:
     """The algorithm's parts. One update per batch needs no log-probs of the policy before it."""
-    if not isinstance(config, RLConfig):
-        from drumroll.config.algorithm import AlgorithmConfig
-
-        return Algorithm(AlgorithmConfig(), single_update=True)
-    samples = config.rollout.prompts * config.rollout.most_samples
-    single = config.optim.epochs == 1 and (config.optim.minibatch or samples) >= samples
-    stale = config.rollout.max_staleness > 0
-    return Algorithm(config.algorithm, single_update=single, longest=config.longest(), stale=stale)
+    stale = config.rollout_section().max_staleness > 0
+    return Algorithm(config.algorithm_section(), single_update=config.single_update(), longest=config.longest(), stale=stale)
 
 
-def context_length(config: AnyConfig) -> int:
+def needs_of(config: RunConfig) -> dict[str, str]:
+    """The passes and samples that the algorithm and the pipeline need besides the update, each with the reason."""
+    return open_algorithm(config).needs | config.needs()
+
+
+def context_length(config: RunConfig) -> int:
     """Tokens a row of the engine must hold: the longest prompt and the longest completion, or the longest episode."""
-    own = config.rollout.longest if isinstance(config, RLConfig) else config.eval_max_tokens
+    own = config.rollout_section().longest
     evaluations = [s.max_tokens or own for s in config.eval.sets.values()]
-    whole = config.longest_trace() if isinstance(config, RLConfig) else 0
-    return max(whole, config.data.max_prompt_tokens + max([own, *evaluations]))
+    return max(config.longest_trace(), config.data.max_prompt_tokens + max([own, *evaluations]))
 
 
-def configure_torch(config: AnyConfig, threads: int = 0) -> None:
+def configure_torch(config: RunConfig, threads: int = 0) -> None:
     """Threads and determinism of this process."""
     CORES.configure(threads or config.threads, fixed=config.deterministic)
     torch.use_deterministic_algorithms(config.deterministic)
