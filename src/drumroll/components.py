@@ -16,7 +16,8 @@ from drumroll.envs.episodes import Agents, Episodes
 from drumroll.lifecycle import Listener, answered_once
 from drumroll.rewards import Scorer
 from drumroll.rollout.evaluation import Evaluator, open_sets
-from drumroll.rollout.scheduler import Decode, Rollouts
+from drumroll.rollout.sample_runner import Decode
+from drumroll.rollout.scheduler import Rollouts
 from drumroll.workers.runtime import Workers, context_length, open_workers
 
 __all__ = ["open_evaluator", "open_rollouts", "open_scorer", "open_workers"]

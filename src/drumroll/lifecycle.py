@@ -1,12 +1,12 @@
-"""The life of a sample as a table: which state may follow which. An illegal step is a bug, found by assertion.
+"""The life of a sample: a table of which state may follow which, and the transitions that listeners receive.
 
-Listeners (ledger, metrics, timeline) are told of every transition of a sample, and of the beginning and end of every
-draw. They must not change anything.
+An illegal transition is a bug, found by assertion. Listeners (ledger, metrics, timeline) receive every transition of a
+sample, and the beginning and end of every draw. They must not change anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,8 +59,42 @@ Listener = Callable[[Event | DrawEvent], None]
 
 
 def legal(before: Phase, after: Phase) -> bool:
-    """Whether a sample may go from one stage to another; a fate is final."""
+    """Whether a sample may go from one state to another; a fate is final."""
     return isinstance(before, State) and after in NEXT[before]
+
+
+class Transitions:
+    """Moves samples from state to state, and sends an event per move to all listeners."""
+
+    def __init__(self, listeners: Sequence[Listener], clock: Callable[[], float]) -> None:
+        self.listeners = list(listeners)
+        self.clock = clock
+
+    def begin(self, sample: Sample) -> None:
+        """Record that a new sample is queued."""
+        now = self.clock()
+        sample.history.append((State.QUEUED, now))
+        self.send(Event(now, sample, State.QUEUED, State.QUEUED))
+
+    def move(self, sample: Sample, after: Phase) -> None:
+        """Give a sample its next state or its fate; queueing a queued sample again is no move."""
+        before = sample.state
+        if before is after and after is State.QUEUED:
+            return
+        assert legal(before, after), f"sample {sample.id} cannot go from {before} to {after}"
+        now = self.clock()
+        sample.state = after
+        sample.history.append((after, now))
+        self.send(Event(now, sample, before, after))
+
+    def draw(self, group: Group, fate: Fate | None, reason: str) -> None:
+        """Record that a draw begins its attempt (`fate` is None), or ends it."""
+        self.send(DrawEvent(self.clock(), group, fate, reason))
+
+    def send(self, event: Event | DrawEvent) -> None:
+        """Call every listener with an event."""
+        for listener in self.listeners:
+            listener(event)
 
 
 class Episode(Protocol):

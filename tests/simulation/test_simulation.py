@@ -9,7 +9,9 @@ import pytest
 from world import FAULTS, SAMPLES, play
 
 from drumroll.engines.router import Router
+from drumroll.rollout.sample_runner import SampleRunner
 from drumroll.rollout.scheduler import Rollouts
+from drumroll.sample import Fate
 
 
 def chunk(seeds):
@@ -53,7 +55,7 @@ def broken_state(monkeypatch):
         Rollouts,
         "state",
         lambda self: {
-            "draw": self._next_draw,
+            "draw": self._draws._next_draw,
             "settled": [],
             "source": self.source.state(),
             "version": self.version,
@@ -77,40 +79,34 @@ def broken_admission(monkeypatch):
     monkeypatch.setattr(
         Rollouts,
         "_pump",
-        lambda self, pump=Rollouts._pump: (pump(self), self._open and self._start(self._next_prompt(set(self.source.shares)))),
+        lambda self, pump=Rollouts._pump: (pump(self), self._open and self._start(self._draws.next(set(self.source.shares)))),
     )
 
 
 def broken_trained(monkeypatch):
-    """Closes the books twice."""
+    """Gives every trained draw its fate twice."""
     original = Rollouts.trained
 
     def twice(self, groups):
         original(self, groups)
         for group in groups:
-            self._tell_end_again(group)
+            self._transitions.draw(group, Fate.TRAINED, "")
 
-    from drumroll.lifecycle import DrawEvent
-    from drumroll.sample import Fate
-
-    monkeypatch.setattr(
-        Rollouts, "_tell_end_again", lambda self, g: self._tell(DrawEvent(0.0, g, Fate.TRAINED, "")), raising=False
-    )
     monkeypatch.setattr(Rollouts, "trained", twice)
 
 
 def broken_close(monkeypatch):
     """Leaves the environments of samples that are given up open."""
-    act = Rollouts._act
+    act = SampleRunner._act
 
-    async def leaving(self, sample, deed):
+    async def leaving(self, sample, action):
         try:
-            return await act(self, sample, deed)
+            return await act(self, sample, action)
         except asyncio.CancelledError:
-            deed.__self__.close = lambda: None
+            action.__self__.close = lambda: None
             raise
 
-    monkeypatch.setattr(Rollouts, "_act", leaving)
+    monkeypatch.setattr(SampleRunner, "_act", leaving)
 
 
 def broken_mixture(monkeypatch):

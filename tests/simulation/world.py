@@ -48,12 +48,13 @@ class Report:
 
 
 class FaultyEngine(SimEngine):
-    """Loses, delays and repeats answers; can be cut off the network."""
+    """Crashes; loses, delays and repeats answers; can be cut off the network."""
 
     def __init__(self, name: str, slots: int, work: Workload, world: World) -> None:
         super().__init__(name, slots, work)
         self.world = world
         self.cut_until = 0.0
+        self.alive = True
 
     def replies(self, call):
         (due,) = super().replies(call)
@@ -77,7 +78,21 @@ class FaultyEngine(SimEngine):
         if asyncio.get_running_loop().time() < self.cut_until and self.world.rng.random() < 0.3:
             self.world.faults["unreachable"] += 1
             raise EngineLost(f"{self.name} cannot be reached")
+        if not self.alive:
+            raise EngineLost(f"{self.name} is gone")
         return await super().generate(request)
+
+    def crash(self) -> None:
+        """Lose all requests."""
+        self.alive = False
+        for call in list(self.calls.values()):
+            if not call.reply.done():
+                call.reply.set_exception(EngineLost(f"{self.name} crashed"))
+
+
+def failed(kind: str, text: str) -> Failure:
+    """A failure as a real scorer reports it."""
+    return Failure(kind, "reward 'simulated'", text, passing=kind == TimeoutError.__name__)
 
 
 class FaultyScorer(SimScorer):
@@ -92,12 +107,12 @@ class FaultyScorer(SimScorer):
         kind = rng.random()
         if kind < self.world.reward_fails:
             self.world.faults["reward failure"] += 1
-            sample.failure = self.failed("ValueError", "simulated")
+            sample.failure = failed("ValueError", "simulated")
             return
         if kind < self.world.reward_fails + self.world.reward_hangs:
             self.world.faults["reward hang"] += 1
             await asyncio.sleep(self.world.config.reward_timeout)
-            sample.failure = self.failed("TimeoutError", "simulated")
+            sample.failure = failed("TimeoutError", "simulated")
             return
         await super().score(sample)
 

@@ -68,7 +68,7 @@ def taken(use, **settings):
         try:
             with pytest.raises(RolloutError) as caught:
                 await asyncio.wait_for(rollouts.take(1), 60)
-            return str(caught.value), rollouts._current.failed
+            return str(caught.value), rollouts.failed
         finally:
             await rollouts.close()
             await scorer.close()
@@ -345,7 +345,7 @@ def test_a_reward_that_never_returns_ends_the_step(mine, tmp_path, function):
         try:
             with pytest.raises(RolloutError, match=rf"all \d+ samples .* '{function}': took longer than 0\.5 s"):
                 await rollouts.take(4)
-            return [s.failure.text for s in rollouts._current.failed]
+            return [s.failure.text for s in rollouts.failed]
         finally:
             await rollouts.close()
             await scorer.close()

@@ -11,10 +11,9 @@ from drumroll.errors import ConfigError
 from drumroll.processes.pool import KillablePool
 from drumroll.rewards import REWARDS, Scorer
 from drumroll.rewards.choice import choice
-from drumroll.rewards.format import format
 from drumroll.rewards.instructions import CHECKS, check
 from drumroll.rewards.structured import tool_call
-from drumroll.rewards.text import length, normalised, repetition
+from drumroll.rewards.text import format, length, normalised, repetition
 from drumroll.sample import Prompt, Sample
 
 CITIES = ["London", "Paris", "New York", "Rome"]

@@ -129,13 +129,6 @@ class Layout:
         a, b = set(self.devices[one]), set(self.devices[other])
         return Sharing.WHOLE if a == b else Sharing.PART if a & b else Sharing.NONE
 
-    @property
-    def shared_by(self) -> tuple[frozenset[str], ...]:
-        """The sets of roles that meet on a device, and so share it in time; sets inside another are left out."""
-        used = sorted({d for devices in self.devices.values() for d in devices}, key=lambda d: d.index)
-        sets = dict.fromkeys(frozenset(r for r, devices in self.devices.items() if d in devices) for d in used)
-        return tuple(s for s in sets if len(s) > 1 and not any(s < other for other in sets))
-
     def describe(self) -> str:
         """A table for people."""
         rows = [("role", "devices", "ranks", "shares with")]

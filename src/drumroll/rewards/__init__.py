@@ -88,7 +88,7 @@ TRIALS = 4
 SERVICES = ("judge", "reward_model", "sandbox", "processes")
 GIVEN = ("completion", "prompt", "sample", *SERVICES)
 BUILT_IN = (
-    *("text", "maths", "choice", "patterns", "structured", "format", "instructions"),
+    *("text", "maths", "choice", "patterns", "structured", "instructions"),
     *("code", "judge", "model", "reasoning"),
 )
 """The modules that register our own; what they need beyond the standard library they import when it is used."""

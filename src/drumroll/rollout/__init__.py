@@ -1,1 +1,1 @@
-"""The rollout scheduler: the life of each sample. It emits events and owns no files."""
+"""Rollouts: scheduling of samples and groups, admission, filters, evaluation, simulation. Emits events, owns no files."""

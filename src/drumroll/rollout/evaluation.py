@@ -20,7 +20,7 @@ from drumroll.envs.episodes import Episodes
 from drumroll.envs.metrics import measures
 from drumroll.errors import DataError, NoEngines
 from drumroll.lifecycle import SampleFailed
-from drumroll.rollout.scheduler import Decode, Score
+from drumroll.rollout.sample_runner import Decode, Score
 from drumroll.sample import Owner, Prompt, Sample, Trace, sample_seed
 
 

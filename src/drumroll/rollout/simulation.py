@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from drumroll.config.rollout import RolloutConfig
-from drumroll.engines import Completion, EngineLost, Request
+from drumroll.engines import Completion, Request
 from drumroll.engines.router import Router
 from drumroll.lifecycle import Listener
 from drumroll.rollout.scheduler import Rollouts
-from drumroll.sample import GREEDY, Failure, Prompt, Sample, StopReason, Version
+from drumroll.sample import GREEDY, Prompt, Sample, StopReason, Version
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,9 @@ class SimEngine:
         self.work = work
         self.switches: list[tuple[float, Version]] = [(-math.inf, 0)]
         self.calls: dict[str, _Call] = {}
-        self.alive = True
 
     async def generate(self, request: Request) -> Completion:
         """One turn; its whole length depends on the sample, also when it is resumed."""
-        if not self.alive:
-            raise EngineLost(f"{self.name} is gone")
         assert len(self.calls) < self.slots, f"{self.name} was given more than its {self.slots} slots"
         loop = asyncio.get_running_loop()
         draw, index = request.id.partition("#")[0].partition("~")[0].split(".")
@@ -156,13 +153,6 @@ class SimEngine:
                 done = min(call.tokens - 1, int((now - call.began) * self.work.median_tokens))
                 call.reply.set_result(self._completion(call, done, StopReason.ABORTED))
 
-    def crash(self) -> None:
-        """All requests are lost."""
-        self.alive = False
-        for call in list(self.calls.values()):
-            if not call.reply.done():
-                call.reply.set_exception(EngineLost(f"{self.name} crashed"))
-
 
 class SimScorer:
     """Rewards that take their time."""
@@ -175,11 +165,6 @@ class SimScorer:
         if self.work.reward_time:
             await asyncio.sleep(self.work.reward_time)
         sample.reward = self.work.reward(sample.draw, sample.index)
-
-    @staticmethod
-    def failed(kind: str, text: str) -> Failure:
-        """A failure as a real scorer reports it."""
-        return Failure(kind, "reward 'simulated'", text, passing=kind == TimeoutError.__name__)
 
 
 @dataclass

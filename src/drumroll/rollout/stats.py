@@ -1,4 +1,4 @@
-"""What happened between two batches, counted for people: starts, retries, failures, drops by domain, length bias."""
+"""Statistics of rollouts from one batch to the next: starts, retries, failures, drops by domain, length bias."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from drumroll.sample import Fate, Group, Sample
 
 @dataclass
 class StepStats:
-    """What happened from one batch taken to the next."""
+    """Counts from one batch taken to the next."""
 
     started: int = 0
     retried: int = 0
     failed: list[Sample] = field(default_factory=list)
     dropped: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (domain, fate, reason) → groups
     length_bias: float = 0.0
+
+    def drop(self, group: Group, fate: Fate, reason: str) -> None:
+        """Count a group that is not trained on."""
+        self.dropped[(group.prompt.domain, fate.value, reason)] += 1
 
     def metrics(self, *, stable: bool = False) -> dict[str, float]:
         """Counts of samples and groups by what became of them, in all and by domain.
@@ -57,9 +61,23 @@ class LengthBias:
         self.all[1] += 1
 
     def accepted(self, groups: Sequence[Group], stats: StepStats) -> None:
-        """Count the samples of a batch, and note the bias."""
+        """Count the samples of a batch, and set the bias."""
         for group in groups:
             self.kept[0] += sum(s.policy_length() for s in group.samples)
             self.kept[1] += len(group.samples)
         if self.kept[1] and self.all[0]:
             stats.length_bias = (self.kept[0] / self.kept[1]) / (self.all[0] / self.all[1]) - 1.0
+
+
+class RunningStats:
+    """The counts of the step under way, and the lengths of the run so far."""
+
+    def __init__(self) -> None:
+        self.step = StepStats()
+        self.lengths = LengthBias()
+
+    def end_step(self, groups: Sequence[Group]) -> StepStats:
+        """Return the counts of the step that ends with this batch, and count the next from zero."""
+        done, self.step = self.step, StepStats()
+        self.lengths.accepted(groups, done)
+        return done
