@@ -1,1 +1,3 @@
-"""Processes and threads: killable pools, deadlines, event loops, thread counts, and the address where torch processes meet."""
+"""Processes and threads: killable process pools, deadlines, event loops, thread counts, and the rendezvous of torch
+process groups.
+"""

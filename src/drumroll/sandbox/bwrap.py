@@ -55,14 +55,14 @@ class BwrapSandbox(Grader):
         self.grace = GRACE
         self._idle: list[Box] = []
         self._ending: set[asyncio.Task[None]] = set()
-        self._places = asyncio.Semaphore(self.workers)
+        self._slots = asyncio.Semaphore(self.workers)
         probe(self.python)
 
     @override
     async def carry(self, job: Job) -> dict[str, Any] | None:
         if job.needs_pytest:
             box.pytest()
-        async with self._places:
+        async with self._slots:
             for _ in range(TRIES):
                 slot = self._idle.pop() if self._idle else await self._start()
                 try:

@@ -39,12 +39,12 @@ class HttpSandbox(Grader):
         if config.url is None:
             raise ConfigError("sandbox.backend: http needs sandbox.url, the address of a SandboxFusion server.")
         self.url = f"{config.url.rstrip('/')}/run_code"
-        self._places = asyncio.Semaphore(config.workers or 4 * (os.cpu_count() or 1))
+        self._slots = asyncio.Semaphore(config.workers or 4 * (os.cpu_count() or 1))
         self._client = httpx.AsyncClient(timeout=None)
 
     @override
     async def carry(self, job: Job) -> dict[str, Any] | None:
-        async with self._places:
+        async with self._slots:
             request = self._request(job)
             answer = await self._post(request, request["run_timeout"] + OVERHEAD)
         result = answer.get("run_result") or {}

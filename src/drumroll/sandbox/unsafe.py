@@ -29,11 +29,11 @@ class UnsafeSandbox(Grader):
     def __init__(self, config: SandboxConfig, struck: Counter[str] | None = None) -> None:
         super().__init__(config, struck)
         self.python = config.python or sys.executable
-        self._places = asyncio.Semaphore(config.workers or os.cpu_count() or 1)
+        self._slots = asyncio.Semaphore(config.workers or os.cpu_count() or 1)
 
     @override
     async def carry(self, job: Job) -> dict[str, Any] | None:
-        async with self._places:
+        async with self._slots:
             with tempfile.TemporaryDirectory(prefix="drumroll-", ignore_cleanup_errors=True) as folder:
                 (Path(folder) / "box.zip").write_bytes(box.code("once"))
                 if job.needs_pytest:
