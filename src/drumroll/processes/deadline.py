@@ -54,7 +54,10 @@ class Deadline:
 
     @property
     def wall(self) -> float:
-        """The wall-time limit in seconds, long enough for processes that the kernel ends a few seconds after their CPU limit."""
+        """The wall-time limit in seconds.
+
+        It leaves room for processes that the kernel ends a few seconds after their CPU limit.
+        """
         return max(60.0, 20.0 * self.seconds)
 
     async def wait(self, answer: Coroutine[Any, Any, T], pid: int) -> T:

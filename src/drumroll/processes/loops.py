@@ -33,7 +33,7 @@ class Loop:
         async def made() -> T:
             try:
                 return await make()
-            except SystemExit as error:  # it would end the loop
+            except SystemExit as error:  # SystemExit would end the loop
                 raise RemoteError("SystemExit", str(error), user_frames(error)) from None
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(made(), self._running()))
