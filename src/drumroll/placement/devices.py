@@ -1,7 +1,7 @@
-"""Which role runs on which devices: the pool, what each role asks for, and the layout that follows.
+"""Assigns devices to roles: the pool of devices, each role's request, and the resulting layout.
 
-Pure arithmetic on plain data, done before anything starts: no Ray, no torch, no look at the hardware. Ranges are
-parsed, never evaluated.
+Pure arithmetic on plain data, done before anything starts: no Ray, no torch, no hardware queries. Ranges are parsed,
+never evaluated.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pool:
 
     @classmethod
     def of(cls, nodes: Iterable[Mapping[Kind, int]], threads: int = 1) -> Pool:
-        """The devices of these machines, given how many of each kind they have."""
+        """Make the pool of these machines from the number of devices of each kind."""
         found: list[Device] = []
         for n, node in enumerate(nodes):
             for kind in Kind:
@@ -70,13 +70,13 @@ class DeviceRequest:
 
     @property
     def replica(self) -> int:
-        """How many devices one replica takes."""
+        """The number of devices that one replica takes."""
         return math.prod(self.parallel.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRequest:
-    """A role without devices (rewards, environments): how many workers at the start, and the bounds of scaling."""
+    """A request of a role without devices (rewards, environments): its initial number of workers and the bounds of scaling."""
 
     role: str
     workers: int
@@ -94,7 +94,7 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Devices by role, in rank order; for roles without devices the node of each worker."""
+    """The devices of each role, in rank order; for roles without devices, the node of each worker."""
 
     devices: Mapping[str, tuple[Device, ...]]
     replica: Mapping[str, int]
