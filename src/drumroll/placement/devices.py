@@ -16,11 +16,11 @@ from itertools import groupby
 from drumroll.errors import ConfigError, did_you_mean
 
 ANCHOR = "actor"
-"""The role whose devices the others share when they name none; without it, the first role."""
+"""The role whose devices the others share by default; the first role if there is no actor."""
 
 
 class Kind(StrEnum):
-    """What computes."""
+    """The kind of a device."""
 
     CUDA = "cuda"
     CPU = "cpu"
@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, or a slot of CPU threads. `index` counts in the pool, `local` on the node among those of its kind."""
+    """A GPU, or a slot of CPU threads. `index` counts within the pool, `local` among the devices of its kind on the node."""
 
     index: int
     kind: Kind
@@ -38,7 +38,7 @@ class Device:
 
 
 DeviceSet = tuple[Device, ...]
-"""The devices of one worker, on one machine; none means that it may run anywhere."""
+"""The devices of one worker, all on one machine. An empty set means that the worker may run anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,11 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRequest:
-    """What a role asks for. `devices`: a range ("0-7,12"), a count, the name of a role to share with, or the default.
+    """A role's request for devices.
 
-    `parallel` sizes multiply to one replica; replicas fill the devices in order.
+    `devices`: a range ("0-7,12"), a count, the name of a role to share with, or None (default).
+
+    The product of the `parallel` sizes is the size of one replica; replicas fill the devices in order.
     """
 
     role: str
@@ -85,7 +87,7 @@ class ProcessRequest:
 
 
 class Sharing(StrEnum):
-    """How two roles stand to each other's devices."""
+    """How the devices of two roles overlap."""
 
     WHOLE = "wholly"
     PART = "partly"
@@ -101,24 +103,24 @@ class Layout:
     processes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def replicas(self, role: str) -> list[tuple[Device, ...]]:
-        """The role's devices, cut into replicas."""
+        """Return the role's devices, split into replicas."""
         devices, size = self.devices[role], self.replica[role]
         return [devices[i : i + size] for i in range(0, len(devices), size)]
 
     def sharing(self, one: str, other: str) -> Sharing:
-        """Whether two roles use the same devices, some of them, or none."""
+        """Return whether two roles use the same devices, some of the same, or none."""
         a, b = set(self.devices[one]), set(self.devices[other])
         return Sharing.WHOLE if a == b else Sharing.PART if a & b else Sharing.NONE
 
     @property
     def shared_by(self) -> tuple[frozenset[str], ...]:
-        """The sets of roles that meet on a device, and so share it in time; sets inside another are left out."""
+        """The sets of roles that share a device and so take turns on it; subsets of another set are left out."""
         used = sorted({d for devices in self.devices.values() for d in devices}, key=lambda d: d.index)
         sets = dict.fromkeys(frozenset(r for r, devices in self.devices.items() if d in devices) for d in used)
         return tuple(s for s in sets if len(s) > 1 and not any(s < other for other in sets))
 
     def describe(self) -> str:
-        """A table for people."""
+        """Return the layout as a table for people."""
         rows = [("role", "devices", "ranks", "shares with")]
         for role, devices in self.devices.items():
             others = [(o, self.sharing(role, o)) for o in self.devices if o != role]
@@ -134,13 +136,13 @@ class Layout:
 
 
 def ranges(indices: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as 0-2,5: the inverse of `parse`."""
+    """Format [0, 1, 2, 5] as 0-2,5: the inverse of `parse`."""
     runs = [[v for _, v in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def parse(text: str, key: str, size: int) -> list[int]:
-    """The devices of a pool of this size that a range string names, in its order."""
+    """Return the device numbers that a range string names, in its order, in a pool of this size."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
@@ -159,7 +161,7 @@ def parse(text: str, key: str, size: int) -> list[int]:
 
 
 def lay_out(pool: Pool, requests: Sequence[DeviceRequest], processes: Sequence[ProcessRequest] = ()) -> Layout:
-    """Give every role its devices, or say in numbers why that cannot be. Order: ranges, then counts, then sharing."""
+    """Assign devices to every role, or explain in numbers why that is impossible. Order: ranges, then counts, then sharing."""
     assert pool.devices, "an empty pool"
     asked = {r.role: r for r in requests}
     assert len(asked) == len(requests), "a role asks twice"
@@ -168,7 +170,7 @@ def lay_out(pool: Pool, requests: Sequence[DeviceRequest], processes: Sequence[P
     size = len(pool.devices)
     given = {role: tuple(pool.devices[i] for i in parse(text, _key(role), size)) for role, text in named.items()}
     given |= _counted(pool, {r.role: r.devices for r in requests if isinstance(r.devices, int)}, given)
-    if anchor in asked and asked[anchor].devices is None:  # GPUs where there are any: a default never mixes kinds
+    if anchor in asked and asked[anchor].devices is None:  # GPUs if there are any: a default never mixes kinds
         gpus = tuple(d for d in pool.devices if d.kind is Kind.CUDA)
         given[anchor] = gpus or pool.devices
     layout = {role: given[_shared(request, asked, anchor, given)] for role, request in asked.items()}
@@ -184,7 +186,7 @@ def _key(role: str) -> str:
 
 
 def _counted(pool: Pool, counts: Mapping[str, int], named: Mapping[str, tuple[Device, ...]]) -> dict[str, tuple[Device, ...]]:
-    """Counts take the lowest devices that no range claims, in the order of the roles."""
+    """Assign to each count the lowest devices that no range claims, in the order of the roles."""
     for role, count in counts.items():
         if count < 1:
             raise ConfigError(
@@ -207,7 +209,7 @@ def _counted(pool: Pool, counts: Mapping[str, int], named: Mapping[str, tuple[De
 def _shared(
     request: DeviceRequest, asked: Mapping[str, DeviceRequest], anchor: str, given: Mapping[str, tuple[Device, ...]]
 ) -> str:
-    """The role whose devices this role uses in the end, following whom it shares with."""
+    """Follow the chain of sharing and return the role whose devices this role uses in the end."""
     path = [request.role]
     while (role := path[-1]) not in given:
         devices = asked[role].devices

@@ -102,7 +102,7 @@ class BadReward(ValueError):
 
 @dataclass(frozen=True)
 class Reward:
-    """A function bound to its arguments."""
+    """A reward function bound to its arguments."""
 
     name: str
     weight: float
