@@ -13,7 +13,7 @@ from drumroll.engines import Completion, EngineLost
 from drumroll.errors import MissingExtra
 from drumroll.sample import StopReason
 from drumroll.serve import tools
-from drumroll.serve.caller import ChatRequest, Caller, Choice, Served
+from drumroll.serve.caller import Caller, ChatRequest, Choice, Served
 from drumroll.serve.protocol import Refused, event, finish, read, usage
 
 try:
