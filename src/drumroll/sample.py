@@ -104,8 +104,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Trace:
-    """A linear token sequence; per token its owner, its log-prob when it was sampled, and the version of the weights
-    that sampled it.
+    """A linear token sequence with, per token, its owner, its log-prob when sampled, and the version of the weights.
 
     `logprobs` and `versions` are meaningful for policy tokens only (0.0 and -1 elsewhere).
     """
@@ -196,9 +195,7 @@ class Sample:
 
     @property
     def id(self) -> str:
-        """Unique within a run: draw number, index in the group, and the number of the attempt at the draw if it is not
-        the first.
-        """
+        """Unique within a run: draw number, index in the group, and the attempt at the draw if it is not the first."""
         own = f"{self.draw}.{'greedy' if self.index == GREEDY else self.index}"
         return own if not self.attempt else f"{own}~{self.attempt}"
 

@@ -90,8 +90,9 @@ class Continuation:
         return kept
 
     def _stop_end(self, before: list[int], part: Completion) -> int | None:
-        """Return how many of the new tokens complete a stop string that the engine cannot see because it began earlier;
-        None if there is none.
+        """Return how many of the new tokens complete a stop string that began before them, or None.
+
+        The engine cannot find such a string, because it sees only the new tokens.
         """
         if not before or not self.sampling.stop:
             return None

@@ -119,10 +119,10 @@ class VllmEngine:
         return self.slots
 
     def sleep(self, level: int = 1) -> None:
-        """End all requests and free GPU memory: level 1 moves the weights to the CPU, 2 drops them (then call `load`
-        after `wake`).
+        """End all requests and free GPU memory.
 
-        Needs the option `enable_sleep_mode`; on a CPU nothing is freed.
+        Level 1 moves the weights to the CPU, level 2 drops them (then call `load` after `wake`). Needs the option
+        `enable_sleep_mode`; on a CPU nothing is freed.
         """
         self._call(self._llm.sleep(level))
 
@@ -283,8 +283,9 @@ class WeightReceiver:
                     layer.quant_method.process_weights_after_loading(layer)
 
     def leave_with(self, owner: int) -> None:
-        """End this process, and vLLM's core above it, when the owner's process is gone: a killed owner cannot shut them
-        down.
+        """End this process, and vLLM's core above it, when the owner's process is gone.
+
+        A killed owner cannot shut them down itself.
         """
         above = os.getppid()
 

@@ -26,9 +26,7 @@ ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 
 
 def action_in(text: str) -> str:
-    """Extract the action from a policy's turn: the content of the last `<answer>`, or the whole text, without `<think>`
-    blocks.
-    """
+    """Extract the action of a policy's turn, without `<think>` blocks: the last `<answer>`, or the whole text."""
     text = THOUGHT.sub("", text)
     found = ANSWER.findall(text)
     return (found[-1] if found else text).strip()

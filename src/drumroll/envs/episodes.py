@@ -136,8 +136,9 @@ class Episode:
         return self._show(self._conversation.prompt())
 
     async def answer(self) -> bool:
-        """Pass the policy's turn to the environment, record the reward, and show the next observation unless the
-        episode is over.
+        """Pass the policy's turn to the environment and record the reward.
+
+        Show the next observation unless the episode is over.
         """
         sample, trace = self.sample, self.sample.traces[-1]
         tokens = trace.tokens[self._written :]

@@ -25,8 +25,9 @@ WEAK: dict[str, tuple[float, float]] = {"frozen_lake": (0.7, 0.15), "sokoban": (
 
 
 def episodes(split: str, seed: int, env: str, **settings: Any) -> Iterator[Row]:
-    """Yield instances endlessly: `reset(seed, **row)` starts the one that the row names. The prompt is the first
-    observation.
+    """Yield instances endlessly.
+
+    `reset(seed, **row)` starts the instance that a row names; the prompt is its first observation.
     """
     for number in _numbers(split, seed, env):
         row = {"instance": number, "split": split}

@@ -59,9 +59,7 @@ def exists(name: str) -> bool:
 
 
 def where(use: str) -> str:
-    """Return where the environment runs: its declared `runs`, else a shared event loop for coroutines and a process for
-    the rest.
-    """
+    """Return where the environment runs: its declared `runs`, else `loop` for coroutines and `process` for the rest."""
     make, adapter = find(use), adapter_of(use)
     own = adapter.runs if adapter else ENVIRONMENTS.traits(use).get("runs")
     return own or ("loop" if inspect.iscoroutinefunction(getattr(make, "step", None)) else "process")
@@ -155,10 +153,9 @@ def play(
     over: Sequence[str],
     memory_gb: float,
 ) -> tuple[Observation | Step, str]:
-    """Play the turns of an episode; return the answer to the last one, or the first observation if there are none, and
-    the printed output.
+    """Play the turns of an episode; return the answer to the last one and the printed output.
 
-    Closes the episodes named in `over`.
+    Without turns the answer is the first observation. Closes the episodes named in `over`.
     """
     for gone in over:
         with suppress(Exception):

@@ -293,8 +293,9 @@ class Decode:
 
     @cached_property
     def by_row(self) -> tuple[Tensor, Tensor]:
-        """The reads of each row, [rows, most reads of one], padded with any read; and the terms to add to their
-        log-weights so that padding weighs nothing, [rows, most reads, 1, 1].
+        """The reads of each row, [rows, most reads of one], padded with any read, and a mask for the padding.
+
+        The mask, [rows, most reads, 1, 1], is added to the reads' log-weights, so that padding weighs nothing.
         """
         back = torch.cat([part.rows.flatten() for part in self.parts]).cpu().numpy()
         order = np.argsort(back, kind="stable")
@@ -325,8 +326,9 @@ class Decode:
         return store[part.pages] if isinstance(part.pages, slice) else self.cache.gather(store, part.pages, buffer)
 
     def _read(self, layer: int, index: int, queries: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-        """Return what the readers of a part's pages get from each, [pages, kv heads, columns × queries, dim], and its
-        log-weight.
+        """Return what the readers of a part's pages get from each page, and its log-weight.
+
+        The first has the shape [pages, kv heads, columns × queries, dim].
         """
         part, (_, kv_heads, shared, dim) = self.parts[index], queries.shape
         if (index, shared, window) not in self.masks:
@@ -341,8 +343,7 @@ class Decode:
 
 
 def weighed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute attention with an additive mask, and the logarithm of the sum of its weights, [rows, heads, queries],
-    both in float32.
+    """Compute attention with an additive mask, and the log of the sum of its weights, [rows, heads, queries], both in float32.
 
     On a CPU this calls the fused kernel behind `scaled_dot_product_attention` directly, because the public function
     does not return that sum.

@@ -1,3 +1,1 @@
-"""Processes and threads: killable process pools, deadlines, event loops, thread counts, and the rendezvous of torch
-process groups.
-"""
+"""Processes and threads: killable pools, deadlines, event loops, thread counts, rendezvous of torch process groups."""

@@ -1,5 +1,6 @@
-"""Measure the run time of processes: wall time minus the time spent waiting for a CPU core, so that other load on the
-machine does not count.
+"""Measures the run time of processes: wall time minus the time spent waiting for a CPU core.
+
+Other load on the machine does not change it.
 """
 
 from __future__ import annotations

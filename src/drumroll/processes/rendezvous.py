@@ -78,9 +78,7 @@ def _short(error: Exception) -> str:
 
 
 def gloo_options(host: str, address: str, seconds: float) -> Any:
-    """Return options for a gloo group whose store is on `host`: gloo listens on `address`, or on loopback if the store
-    is there.
-    """
+    """Return options for a gloo group with its store on `host`. Gloo listens on `address`, or on loopback if the store does."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=LOOPBACK if host == LOOPBACK else address)]

@@ -1,5 +1,4 @@
-"""Client of the judge, which is one of our engines or any OpenAI-compatible endpoint: retries, rate limit, and cache of
-answers.
+"""Client of the judge: retries, a rate limit and a cache. The judge is one of our engines or an OpenAI-compatible endpoint.
 
 A question that cannot be answered is that sample's failure. The endpoint's key is read from the environment here and
 passed nowhere else.

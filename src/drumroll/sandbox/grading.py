@@ -162,10 +162,10 @@ class Grader(ABC):
 
     @abstractmethod
     async def carry(self, job: Job) -> dict[str, Any] | None:
-        """Run a job and return the reply: None if its program took the box down, `{"late": ...}` if no reply came in
-        its run time.
+        """Run a job and return the reply.
 
-        Raises `TimeoutError` if the machine was too busy to give it that time.
+        None means that its program took the box down, `{"late": ...}` that no reply came in its run time. Raises
+        `TimeoutError` if the machine was too busy to give it that time.
         """
 
     @abstractmethod

@@ -223,9 +223,7 @@ class AgentEpisode:
         return await in_thread(call, None)
 
     def _arguments(self, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that the function takes, by name: those of every agent, the environment's arguments,
-        columns of the row.
-        """
+        """Select the function's arguments by name: those of every agent, the environment's arguments, columns of the row."""
         row = dict(self.sample.prompt.columns)
         offered = {**row, **self.scene.args, **given, "task": row}
         parameters = inspect.signature(function).parameters.values()

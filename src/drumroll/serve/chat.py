@@ -1,6 +1,4 @@
-"""Renders conversations of the OpenAI protocol as tokens: a whole one, or the part after a completion that is kept
-unchanged.
-"""
+"""Renders conversations of the OpenAI protocol as tokens: a whole one, or the part after a completion that stays as sampled."""
 
 from __future__ import annotations
 
@@ -51,10 +49,10 @@ def whole(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any])
 def following(
     renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any], covered: int, written: Completion
 ) -> list[int] | None:
-    """Return the tokens between a completion, the last of the `covered` messages, and the next one; None if the
-    template does not keep it.
+    """Return the tokens between a completion, the last of the `covered` messages, and the next one.
 
-    A template that shows earlier turns differently (for example without their thoughts) needs a new trace.
+    Returns None if the template does not keep the completion: a template that shows earlier turns differently (for
+    example without their thoughts) needs a new trace.
     """
     if not renderer.has_template:
         return renderer.encode("".join(m["content"] for m in messages[covered:]))

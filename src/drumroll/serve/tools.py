@@ -32,8 +32,9 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 def settled(text: str, stops: Sequence[str], *, tools: bool) -> str:
-    """Return the part of an unfinished text that is final: what may still become a stop string, a tool call or a
-    character is held back.
+    """Return the part of an unfinished text that is final.
+
+    The end of the text is held back while it may still become a stop string, a tool call or a character.
     """
     ends = [*stops, BEGIN] if tools else list(stops)
     text = cut(text, ends)

@@ -99,9 +99,7 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How tensors become bytes: floating-point tensors are cast to `dtype` if it is set, and `checksum` adds a CRC per
-    tensor.
-    """
+    """How tensors become bytes: `dtype`, if set, is the type of floating-point tensors; `checksum` adds a CRC per tensor."""
 
     dtype: torch.dtype | None = None
     checksum: bool = False
@@ -152,9 +150,7 @@ def lend(address: int, size: int, give_back: Callable[[], object]) -> Tensor:
 
 
 def settle(tensors: Iterable[Tensor]) -> None:
-    """Move tensors next to each other in memory, grouped by dtype and device: a transport sends neighbours without
-    packing them.
-    """
+    """Move tensors of one dtype and device next to each other in memory: a transport sends neighbours without packing."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -169,9 +165,7 @@ def settle(tensors: Iterable[Tensor]) -> None:
 
 
 class Local:
-    """Both sides of weight sync for engines in the learner's process: it copies nothing, so received tensors change
-    with the learner's.
-    """
+    """Both sides of weight sync in the learner's process. It copies nothing, so received tensors change with the learner's."""
 
     def send(self, version: Version, tensors: Named) -> WeightManifest:
         return WeightManifest(version, weights=dict(tensors))

@@ -258,9 +258,7 @@ class BroadcastSender:
             yield adjacent.sealed(self.packing)
 
     def _ready(self, tensor: Tensor, entry: Entry) -> bool:
-        """Return whether the tensor can be sent from its own memory: worth it for large storages, which hold neighbours
-        or a large tensor.
-        """
+        """Return whether to send the tensor from its own memory, which pays only for large storages."""
         if not tensor.numel() or tensor.untyped_storage().nbytes() < min(self.bucket, SMALL):
             return False
         return tensor.is_contiguous() and tensor.dtype == entry.dtype and tensor.device == torch.device(self.meeting.device)

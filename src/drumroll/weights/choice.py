@@ -11,9 +11,7 @@ from drumroll.processes.rendezvous import LOOPBACK
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A process that takes part in weight sync: the address of its machine, and the pool's number of its GPU, or None
-    on the CPU.
-    """
+    """A process that takes part in weight sync: its machine's address, and the pool's number of its GPU (None: CPU)."""
 
     host: str
     gpu: int | None = None
