@@ -1,7 +1,7 @@
-"""The life of a sample: a table of which state may follow which, and the transitions that listeners receive.
+"""The states of a sample and the transitions between them, as a table. An illegal transition is a bug and fails an assertion.
 
-An illegal transition is a bug, found by assertion. Listeners (ledger, metrics, timeline) receive every transition of a
-sample, and the beginning and end of every draw. They must not change anything.
+Listeners (ledger, metrics, timeline) receive every transition of a sample, and the start and end of every draw. They
+must not change anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from drumroll.sample import Failure, Fate, Group, Sample, State
 Phase = State | Fate
 
 ENDINGS: frozenset[Phase] = frozenset({Fate.FAILED, Fate.ABORTED, Fate.STALE, Fate.SUPERSEDED})
-"""What can happen to a sample at any moment before it has its fate."""
+"""The fates that a sample can meet in any state."""
 
 NEXT: dict[State, frozenset[Phase]] = {
     State.QUEUED: ENDINGS | {State.GENERATING, State.ACTING},
@@ -28,7 +28,7 @@ NEXT: dict[State, frozenset[Phase]] = {
 
 
 class SampleFailed(Exception):
-    """Ends a sample: what failed, at which boundary."""
+    """Ends a sample; holds what failed and at which boundary."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
@@ -47,7 +47,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class DrawEvent:
-    """A drawn prompt begins its attempt (`fate` is None), or ends it."""
+    """A draw starts an attempt (`fate` is None) or ends it."""
 
     time: float
     group: Group
@@ -59,7 +59,7 @@ Listener = Callable[[Event | DrawEvent], None]
 
 
 def legal(before: Phase, after: Phase) -> bool:
-    """Whether a sample may go from one state to another; a fate is final."""
+    """Return whether a sample may go from one phase to another; a fate is final."""
     return isinstance(before, State) and after in NEXT[before]
 
 
@@ -98,14 +98,14 @@ class Transitions:
 
 
 class Episode(Protocol):
-    """A sample's dealings with its environment; both calls keep deadlines of their own."""
+    """A sample's interaction with its environment. Both calls enforce their own deadlines."""
 
     async def begin(self) -> bool:
-        """Give the sample its first trace; whether the policy has a turn."""
+        """Give the sample its first trace; return whether the policy has a turn."""
         ...
 
     async def answer(self) -> bool:
-        """Take the turn that stands at the end of the sample's last trace; whether the policy has another."""
+        """Take the turn at the end of the sample's last trace; return whether the policy has another."""
         ...
 
     def close(self) -> None: ...
@@ -115,5 +115,5 @@ OpenEpisode = Callable[[Sample], Episode | None]
 
 
 def answered_once(sample: Sample) -> Episode | None:
-    """No environment: a prompt gets one answer."""
+    """The default without environments: return None, because a prompt gets one answer."""
     return None

@@ -1,6 +1,6 @@
 """The vocabulary: prompts, samples and their traces, groups, states and fates.
 
-Every other module speaks these words. This file holds plain data only: no tensors, no I/O, no clock.
+Every other module uses these words. This file holds plain data only: no tensors, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 Message = dict[str, Any]
 Version = int
 GREEDY = -1
-"""Index of a group's greedy sample: its reward is a baseline, it is not trained on."""
+"""The index of a group's greedy sample: its reward is a baseline, and it is not trained on."""
 FRAME = re.compile(r'^  File "(?:.*[/\\\\])?(.+)", line (\d+)', re.MULTILINE)
-"""A frame of a traceback: the name of its file, and the line."""
+"""Matches a frame of a traceback: its file name and line."""
 ENVIRONMENT = "environment"
-"""The share of an environment among a sample's rewards."""
+"""The key of the environment's reward among a sample's rewards."""
 
 
 class Owner(IntEnum):
-    """Who wrote a token. Only the policy's tokens are trained on."""
+    """The author of a token. Only the policy's tokens are trained on."""
 
     PROMPT = 0
     POLICY = 1
@@ -47,7 +47,7 @@ class StopReason(StrEnum):
 
 
 class State(StrEnum):
-    """Where a sample is on its way. A sample that has ended carries a `Fate` instead."""
+    """The current state of a sample. A sample that has ended has a `Fate` instead."""
 
     QUEUED = "queued"
     GENERATING = "generating"
@@ -58,7 +58,7 @@ class State(StrEnum):
 
 
 class Fate(StrEnum):
-    """How a sample ended; every sample started gets exactly one."""
+    """How a sample ended; every sample that starts gets exactly one."""
 
     TRAINED = "trained"
     BASELINE = "baseline"
@@ -71,7 +71,7 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Where an episode plays: the environment, its arguments, and how its texts are rendered."""
+    """The environment of an episode, its arguments, and how its texts are rendered."""
 
     use: str
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -81,9 +81,9 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A dataset row: what the model sees (as read and as tokens), its domain, and columns for rewards.
+    """A dataset row: the model's input (as read and as tokens), its domain, and columns for rewards.
 
-    With a `scene` the first tokens come from the environment, so there are none here.
+    With a `scene` the first tokens come from the environment, so `tokens` is empty.
     """
 
     id: str
@@ -91,20 +91,20 @@ class Prompt:
     content: str | tuple[Message, ...]
     tokens: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
-    stream: str = ""  # whose share in a batch is fixed
+    stream: str = ""  # the stream that it was drawn from; each stream has a fixed share of a batch
     scene: Scene | None = None
     defect: str = ""  # why the row cannot be used; all its samples fail with it
 
     @staticmethod
     def stable_id(content: Any) -> str:
-        """An id that depends only on the content, so that it is the same in every process and run."""
+        """Return an id that depends only on the content, so that it is the same in every process and run."""
         text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(slots=True)
 class Trace:
-    """A linear token sequence; per token its owner, its log-prob when sampled, and the weights that sampled it.
+    """A linear token sequence with, per token, its owner, its log-prob when sampled, and the version of the weights.
 
     `logprobs` and `versions` are meaningful for policy tokens only (0.0 and -1 elsewhere).
     """
@@ -130,13 +130,13 @@ class Trace:
         assert len(self.tokens) == len(self.owners) == len(self.logprobs) == len(self.versions)
 
     def policy_tokens(self) -> list[int]:
-        """The tokens the model wrote."""
+        """Return the tokens that the model wrote."""
         return [t for t, o in zip(self.tokens, self.owners, strict=True) if o is Owner.POLICY]
 
 
 @dataclass(slots=True)
 class Turn:
-    """The policy's part of one exchange with an environment: where its tokens stand, and what they brought.
+    """The policy's part of one exchange with an environment: the position of its tokens, and their reward.
 
     Turns with equal `state` began in the same state of the environment.
     """
@@ -152,9 +152,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a sample failed, or what was odd about it: the exception's kind, the boundary it crossed, its text.
+    """Why a sample failed, or what was unusual about it: the kind of the exception, the boundary it crossed, its text.
 
-    `traceback` has the frames of the user's code. A failure that is `passing` may not come again at another try.
+    `traceback` holds the frames of the user's code. A `passing` failure may not recur in a retry.
     """
 
     kind: str
@@ -169,7 +169,7 @@ class Failure:
         return f"{self.kind} in {self.boundary}: {self.text}{where}"
 
     def told(self) -> str:
-        """The failure with its traceback."""
+        """Return the failure with its traceback."""
         return f"{self}\n{self.traceback}" if self.traceback else str(self)
 
 
@@ -195,17 +195,17 @@ class Sample:
 
     @property
     def id(self) -> str:
-        """Unique within a run: draw number, place in the group, and which attempt at the draw if not the first."""
+        """Unique within a run: draw number, index in the group, and the attempt at the draw if it is not the first."""
         own = f"{self.draw}.{'greedy' if self.index == GREEDY else self.index}"
         return own if not self.attempt else f"{own}~{self.attempt}"
 
     def oldest_version(self) -> Version | None:
-        """The oldest weights that wrote any of its tokens."""
+        """Return the oldest version of the weights that wrote any of its tokens."""
         versions = [v for trace in self.traces for v in trace.versions if v >= 0]
         return min(versions, default=None)
 
     def policy_length(self) -> int:
-        """How many tokens the model wrote in all."""
+        """Return the number of tokens that the model wrote."""
         return sum(len(t.policy_tokens()) for t in self.traces)
 
 
@@ -220,7 +220,7 @@ class Group:
     greedy: Sample | None = None
 
     def everyone(self) -> list[Sample]:
-        """All samples, the greedy one included."""
+        """Return all samples, including the greedy one."""
         return self.samples if self.greedy is None else [*self.samples, self.greedy]
 
     @property
@@ -230,12 +230,12 @@ class Group:
 
 
 def episode_seed(run_seed: int, stream: str, draw: int) -> int:
-    """The 63-bit seed of an episode: the same for all members of a group, so that they start equal."""
+    """Return the 63-bit seed of an episode: the same for all members of a group, so that they start equal."""
     digest = hashlib.sha256(f"episode/{run_seed}/{stream}/{draw}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def sample_seed(run_seed: int, stream: str, draw: int, index: int) -> int:
-    """The 63-bit seed of a sample's random numbers: independent of how batches were composed."""
+    """Return the 63-bit seed of a sample's random numbers, which does not depend on how batches are composed."""
     digest = hashlib.sha256(f"{run_seed}/{stream}/{draw}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -3,8 +3,8 @@
 To add a backend, write a class with the methods of `Engine` and an `EngineBackend` that makes it and declares its traits;
 `roles.rollout.backend: module:NAME` names the `EngineBackend`.
 
-Log-probs are of the distribution sampled from, at the request's temperature, so that the learner can reproduce
-them. Random numbers are keyed by the request's seed and the token's position, never by the batch.
+Log-probs are those of the distribution that the engine samples from, at the request's temperature, so that the learner
+can reproduce them. Random numbers are keyed by the request's seed and the token's position, never by the batch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class EngineLost(Exception):
-    """The engine is gone: its process died, or it cannot be reached. Its requests may be sent to another."""
+    """The engine is gone: its process died, or it cannot be reached. Its requests may be sent to another engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose tokens. `temperature` 0 is greedy."""
+    """Sampling parameters. `temperature` 0 is greedy."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -43,9 +43,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion wanted. Requests with equal `tokens` may share the prompt's computation.
+    """A request for one completion. Requests with equal `tokens` may share the computation of the prompt.
 
-    `place` is its place in the draw order; in deterministic mode it fixes the row in which the request is computed.
+    `place` is its position in the draw order; in deterministic mode it fixes the row in which the request is computed.
     """
 
     id: str
@@ -57,7 +57,7 @@ class Request:
 
 @dataclass(slots=True)
 class Completion:
-    """What the model wrote: per token its log-prob and the version of the weights that sampled it."""
+    """The tokens that the model wrote, each with its log-prob and the version of the weights that sampled it."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Engine(Protocol):
     """Generates completions for many requests at once."""
 
     async def generate(self, request: Request) -> Completion:
-        """Complete one request; returns early with `StopReason.ABORTED` when aborted."""
+        """Complete one request; returns early with `StopReason.ABORTED` if it is aborted."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -77,15 +77,15 @@ class Engine(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """End all requests now, each with what it has (`StopReason.ABORTED`); they may be sent again to go on."""
+        """End all requests now; each returns its tokens so far (`StopReason.ABORTED`). They may be sent again to continue."""
         ...
 
     def set_version(self, version: Version) -> None:
-        """Name the weights that the engine holds from now on."""
+        """Set the version of the weights that the engine now holds."""
         ...
 
     def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
-        """Switch to new weights between two tokens; running requests go on, their keys and values kept or recomputed."""
+        """Switch to new weights between two tokens. Running requests continue; their keys and values are kept or recomputed."""
         ...
 
     def load_adapter(
@@ -98,15 +98,15 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Leave the device to others: end all requests as `interrupt` does, and free what can be made again."""
+        """Free the device for others: end all requests as `interrupt` does, and free everything that can be rebuilt."""
         ...
 
     def wake(self) -> None:
-        """Take the device again."""
+        """Use the device again."""
         ...
 
     def capacity(self) -> int:
-        """How many requests it works on at once."""
+        """Return how many requests the engine works on at once."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """A completion that survives interruptions: every request continues from the tokens written so far.
 
-The scheduler, evaluation, judges, the endpoint and `examples/loop.py` all generate through this. Interrupting a completion
-changes nothing about it: random numbers are keyed by position, and stop strings are found across the interruption.
+The scheduler, evaluation, judges, the endpoint and `examples/loop.py` all generate through this. An interruption does
+not change the completion: random numbers are keyed by position, and stop strings are found across the interruption.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from drumroll.sample import StopReason
 
 Send = Callable[[Request], Awaitable[Completion]]
 LOOKBACK = 4
-"""Tokens beyond the length of a stop string in which engines look for it: some tokens are less than a character."""
+"""Extra tokens, beyond the length of a stop string, in which engines look for it: a token may be less than a character."""
 
 
 def give_up(error: Exception, tries: int) -> None:
@@ -39,7 +39,7 @@ class Continuation:
 
     @property
     def done(self) -> bool:
-        """Whether the completion has ended; one that was interrupted, or ended by the limit of a slice, has not."""
+        """Whether the completion has ended. One that was interrupted, or reached only a request's token limit, has not."""
         unfinished = self.written.stop in (StopReason.ABORTED, StopReason.LENGTH)
         return not unfinished or len(self.written.tokens) >= self.sampling.max_tokens
 
@@ -53,8 +53,8 @@ class Continuation:
     ) -> Completion:
         """Send requests until the completion is done.
 
-        `failed` gets the error and the number of failed requests; it raises to give up, else another request is sent.
-        `grown` gets the tokens that each request added. `at_most` limits the tokens of a request.
+        `failed` receives the error and the number of failed requests; it raises to give up, otherwise another request
+        is sent. `grown` receives the tokens that each request added. `at_most` limits the tokens of a request.
         """
         tries = 0
         while not self.done:
@@ -76,7 +76,7 @@ class Continuation:
         return Request(f"{self.name}#{tries}.{len(tokens)}", tokens, sampling, self.seed, self.place)
 
     def _add(self, part: Completion) -> Completion:
-        """Append what a request wrote, up to the end of a stop string that began before it; returns what was kept."""
+        """Append a request's tokens, up to the end of a stop string that began before them; return the tokens kept."""
         before = self.written.tokens
         end = self._stop_end(before, part)
         stop = part.stop if end is None else StopReason.STOP_STRING
@@ -90,12 +90,15 @@ class Continuation:
         return kept
 
     def _stop_end(self, before: list[int], part: Completion) -> int | None:
-        """How many of the new tokens complete a stop string that engines cannot see, because it began earlier."""
+        """Return how many of the new tokens complete a stop string that began before them, or None.
+
+        The engine cannot find such a string, because it sees only the new tokens.
+        """
         if not before or not self.sampling.stop:
             return None
         window = max(len(stop) for stop in self.sampling.stop) + LOOKBACK
         tokens, old = before[-window:] + part.tokens, min(len(before), window)
-        last = len(part.tokens) - (part.stop is StopReason.EOS)  # an end of text wins, as in engines
+        last = len(part.tokens) - (part.stop is StopReason.EOS)  # end of text takes precedence, as in engines
         for end in range(1, min(window - 1, last) + 1):
             text = self.spell(tokens[max(0, old + end - window) : old + end])
             if any(stop in text for stop in self.sampling.stop):

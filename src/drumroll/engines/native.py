@@ -1,12 +1,12 @@
 """The embedded engine: continuous batching in plain PyTorch on the Hugging Face module itself.
 
-A thread, which lives while there is work, admits waiting requests, computes a bounded number of prompt tokens, decodes one
-token for all rows that are ready, and hands out what has ended. It never waits for a batch to be full. Keys and values
-lie in pages (`pages.py`): what several requests have in common is computed and kept once.
+A thread, which lives while there is work, admits waiting requests, computes a bounded number of prompt tokens, decodes
+one token for all rows that are ready, and returns the requests that have ended. It never waits for a full batch. Keys
+and values are stored in pages (`pages.py`): a prefix that several requests share is computed and stored once.
 
-With `fixed_shape` every prompt is prefilled alone, a request's place in the draw order decides its row and its pages,
-and every decode step has all rows over the whole context: a sample's numbers are then the same to the last bit
-whatever else is being generated, at some cost in speed.
+With `fixed_shape` every prompt is prefilled alone, a request's position in the draw order determines its row and its
+pages, and every decode step computes all rows over the whole context. A sample's numbers are then the same to the last
+bit whatever else is being generated, at some cost in speed.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ PAGE_TOKENS = 128
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A live or waiting request, where its result goes, and the keys and values it holds."""
+    """A running or waiting request, the future of its result, and the keys and values it holds."""
 
     request: Request
     future: asyncio.Future[Completion]
     completion: Completion = field(default_factory=Completion)
     chain: Chain = field(default_factory=Chain)
     arrival: int = -1
-    seated: bool = False
+    admitted: bool = False
 
     @property
     def length(self) -> int:
@@ -60,7 +60,7 @@ class _Row:
 
     @property
     def pending(self) -> int:
-        """Tokens whose keys and values are not computed; with one it can decode."""
+        """The number of tokens whose keys and values are not computed yet; a row with one is ready to decode."""
         return self.length - self.chain.length
 
     @property
@@ -83,8 +83,8 @@ class _Chunk(NamedTuple):
 class NativeEngine:
     """Implements `Engine` in this process.
 
-    `cache_gb` bounds the memory of keys and values; None is enough for every slot at full length. When it runs out
-    the youngest request makes way; it is computed again later, and its tokens and random numbers stay the same.
+    `cache_gb` limits the memory of keys and values; None allocates enough for every slot at full length. When the
+    memory runs out, the youngest request is preempted; it is recomputed later, with the same tokens and random numbers.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class NativeEngine:
         self.fixed_shape = fixed_shape
         self.page_tokens = page_tokens or (context if fixed_shape else min(context, PAGE_TOKENS))
         self.preempted = 0
-        self.prefilled = 0  # tokens that were computed and not sampled
+        self.prefilled = 0  # tokens that were computed but not sampled
         self.version: Version = 0
         self.device = next(model.module.parameters()).device
         self._shapes = kv_shapes(model.module)
@@ -186,7 +186,7 @@ class NativeEngine:
             thread.join(timeout=10)
 
     def _rouse(self) -> None:
-        """With the lock held: there is something new. The thread that is told ends when there is nothing to do."""
+        """Wake the thread, or start one; the lock must be held. The thread ends when there is nothing to do."""
         if self._thread is not None:
             self._wake.notify()
             return
@@ -194,7 +194,10 @@ class NativeEngine:
         self._thread.start()
 
     def _change(self, work: Callable[[], None]) -> None:
-        """Have the thread do something between two tokens. What fails leaves it half changed, so the engine is then lost."""
+        """Let the thread run `work` between two tokens.
+
+        If it fails, the engine's state is inconsistent, so the engine is lost.
+        """
         done: Future[None] = Future()
         with self._wake:
             if self._closed:
@@ -203,7 +206,7 @@ class NativeEngine:
             self._rouse()
         done.result()
 
-    # --- the engine's own thread ---
+    # --- on the engine's thread ---
 
     @property
     def _cache(self) -> KVCache:
@@ -219,12 +222,12 @@ class NativeEngine:
         return Pages(self.page_count, self.page_tokens)
 
     def _count_pages(self, cache_gb: float | None) -> int:
-        """As many as all slots can need, or as the memory granted allows."""
+        """Return the number of pages that all slots can need, or that the memory limit allows."""
         full = -(-self.context // self.page_tokens)
         if self.fixed_shape:
             per_slot, least = full, full * self.slots
         else:
-            per_slot = least = full + 2  # a sequence branches off within a page, and so may what it branches off from
+            per_slot = least = full + 2  # a sequence may branch off within a page, and so may the sequence it branches off from
         if cache_gb is None:
             return per_slot * self.slots
         width = self.model.module.dtype.itemsize
@@ -255,7 +258,7 @@ class NativeEngine:
                             self._decode()
                     except Exception as error:
                         self._fail_all(error)
-        except BaseException as error:  # the thread dies, and the requests carry the reason to whoever waits
+        except BaseException as error:  # the thread dies, and its requests carry the reason to their callers
             self._lose_all(f"the engine died of {type(error).__name__}: {error}")
         else:
             if self._closed:
@@ -271,7 +274,7 @@ class NativeEngine:
         self._fail_all(EngineLost(reason))
 
     def _collect(self) -> bool:
-        """Take in new requests, aborts and new weights. False when there is nothing to do, or the engine is closed."""
+        """Take in new requests, aborts and new weights. Returns False if there is nothing to do or the engine is closed."""
         with self._wake:
             if not self._busy():
                 with CORES.rest():
@@ -303,7 +306,7 @@ class NativeEngine:
         return not self._closed
 
     def _apply(self, version: Version, weights: Mapping[str, Tensor], recompute: bool) -> None:
-        """New weights, between two tokens."""
+        """Switch to new weights, between two tokens."""
         own = dict(self.model.module.named_parameters())
         with torch.no_grad():
             for name, value in weights.items():
@@ -311,7 +314,7 @@ class NativeEngine:
         self.version = version
         self._forget()
         for row in self._rows if recompute else ():
-            if row is not None:  # its keys and values are made anew in the next step
+            if row is not None:  # its keys and values are recomputed in the next step
                 self._pages.release(row.chain)
                 row.chain = Chain(row.chain.slot)
 
@@ -325,12 +328,12 @@ class NativeEngine:
             self._kept, self._pages = self._new_cache(), self._new_pages()
 
     def _forget(self) -> None:
-        """The weights are others: what was computed or laid out with the old ones may not be used any more."""
+        """Discard everything that was computed or packed with the old weights."""
         self._pages.forget()
         self._packs.release()
 
     def _busy(self) -> bool:
-        """While it sleeps, requests that come late wait; they can only be aborted."""
+        """Return whether the thread has work. While the engine sleeps, late requests wait; they can only be aborted."""
         if self._inbox or self._changes or self._closed:
             return True
         if self._kept is None:
@@ -351,7 +354,7 @@ class NativeEngine:
         rows = [row for row in (*self._waiting, *self._rows) if row is not None]
         self._waiting.clear()
         self._rows.clear()
-        self._pages = self._new_pages()  # they may promise what was never computed
+        self._pages = self._new_pages()  # the old pages may list tokens that were never computed
         for row in rows:
             _deliver(row.future, error)
 
@@ -365,57 +368,57 @@ class NativeEngine:
             self._rows += [None] * (self.slots - len(self._rows))
         else:
             self._rows = [row for row in self._rows if row is not None]
-        for slot, row in self._seats():
+        for slot, row in self._assignments():
             while len(self._rows) <= slot:
                 self._rows.append(None)
             self._rows[slot] = row
-            row.seated, row.chain = True, Chain(slot)
+            row.admitted, row.chain = True, Chain(slot)
 
-    def _seats(self) -> list[tuple[int, _Row]]:
-        """Which waiting request goes to which free slot; takes them off the queue."""
-        free, seated = self._free_slots(), []
+    def _assignments(self) -> list[tuple[int, _Row]]:
+        """Assign waiting requests to free slots and remove them from the queue."""
+        free, admitted = self._free_slots(), []
         if not self.fixed_shape:
             room = self._pages.available()
             for slot in free[: len(self._waiting)]:
                 room -= self._waiting[0].length // self._pages.size + 1
-                if room < 0 and (seated or self._live()):
+                if room < 0 and (admitted or self._live()):
                     break
-                seated.append((slot, self._waiting.popleft()))
-            return seated
+                admitted.append((slot, self._waiting.popleft()))
+            return admitted
         open_slots = set(free)
         for row in self._waiting:
             slot = row.request.place % self.slots
             if slot in open_slots:
                 open_slots.remove(slot)
-                seated.append((slot, row))
-        gone = {id(row) for _, row in seated}
+                admitted.append((slot, row))
+        gone = {id(row) for _, row in admitted}
         self._waiting = deque(row for row in self._waiting if id(row) not in gone)
-        return seated
+        return admitted
 
     def _oldest_first(self) -> list[_Row]:
         return sorted((row for row in self._rows if row is not None), key=lambda row: row.arrival)
 
     def _extend(self, row: _Row, tokens: list[int]) -> tuple[list[int], list[int]] | None:
-        """Places for a row's next tokens. Without room the youngest rows make way, but never an older one."""
+        """Reserve pages for a row's next tokens. If there is no room, preempt the youngest rows, but never an older one."""
         while (places := self._pages.extend(row.chain, tokens)) is None:
             youngest = self._oldest_first()[-1]
             if youngest is row:
                 return None
             self._pages.release(youngest.chain)
-            youngest.seated, youngest.chain = False, Chain()
+            youngest.admitted, youngest.chain = False, Chain()
             self._rows = [None if each is youngest else each for each in self._rows]
             self._waiting.appendleft(youngest)
             self.preempted += 1
         return places
 
     def _prefill(self) -> None:
-        """Compute rows that lack more than their last token: a bounded number of tokens, equal sequences once."""
+        """Compute rows that lack more than their last token: a bounded number of tokens, equal sequences only once."""
         budget = sys.maxsize if self.fixed_shape else PREFILL_TOKENS
         leaders: dict[tuple[int, ...], _Row] = {}
         followers: dict[int, list[_Row]] = {}
         chunks: list[_Chunk] = []
         for row in self._oldest_first():
-            if row.pending == 1 or not row.seated:
+            if row.pending == 1 or not row.admitted:
                 continue
             tokens = row.tokens()
             if (leader := leaders.setdefault(tuple(tokens), row)) is not row and row.chain.length == 0:
@@ -432,7 +435,10 @@ class NativeEngine:
             self._compute(batch, followers)
 
     def _compute(self, chunks: list[_Chunk], followers: dict[int, list[_Row]]) -> None:
-        """One pass over chunks of several sequences; those that are now complete get a token, and so do their equals."""
+        """Run one pass over chunks of several sequences.
+
+        Sequences that are now complete get a token, and so do rows equal to them.
+        """
         chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
         layout = Prefill(
             self._cache,
@@ -448,7 +454,7 @@ class NativeEngine:
         rows, source = [], []
         for i, chunk in enumerate(chunks):
             if chunk.row.pending == 0:
-                equals = [row for row in followers.get(chunk.row.arrival, ()) if row.seated]
+                equals = [row for row in followers.get(chunk.row.arrival, ()) if row.admitted]
                 for row in equals:
                     self._follow(chunk.row, row)
                 rows += [chunk.row, *equals]
@@ -457,7 +463,7 @@ class NativeEngine:
             self._append(rows, logits[source])
 
     def _follow(self, leader: _Row, row: _Row) -> None:
-        """Give a row what was computed for its equal."""
+        """Share the leader's keys and values with a row of equal tokens."""
         if not self.fixed_shape:
             row.chain = self._pages.share(leader.chain, row.chain.slot)
             return
@@ -469,10 +475,10 @@ class NativeEngine:
         return PageSlots(pages, offsets, self.device)
 
     def _decode(self) -> None:
-        """One token for every row that lacks only its last."""
+        """Decode one token for every row that lacks only its last."""
         ready: dict[int, tuple[int, int]] = {}
         for row in self._oldest_first():
-            if row.pending == 1 and row.seated and (places := self._extend(row, [row.last_token])) is not None:
+            if row.pending == 1 and row.admitted and (places := self._extend(row, [row.last_token])) is not None:
                 ready[row.arrival] = (places[0][0], places[1][0])
         rows = [row for row in self._rows if row is not None and row.arrival in ready]
         if not rows:
@@ -496,7 +502,7 @@ class NativeEngine:
         return out.logits[0]
 
     def _append(self, rows: list[_Row], logits: Tensor) -> None:
-        """Draw each row's next token, and release the rows that end with it."""
+        """Sample each row's next token, and release the rows that end with it."""
         sampling = [row.request.sampling for row in rows]
         seeds = np.array([row.request.seed for row in rows], dtype=np.uint64)
         positions = np.array([row.length for row in rows], dtype=np.uint64)
@@ -569,7 +575,7 @@ def _reads(slots: list[int], chains: list[Chain]) -> Reads:
 
 
 def _deliver(future: asyncio.Future[Completion], outcome: Completion | Exception) -> None:
-    """Hand an outcome to the event loop that waits for it; a loop that is gone wants nothing any more."""
+    """Deliver an outcome to the event loop that awaits it; ignored if that loop is closed."""
     with suppress(RuntimeError):
         future.get_loop().call_soon_threadsafe(_settle, future, outcome)
 

@@ -1,10 +1,10 @@
-"""Who holds which page of the key-value cache: numbers only, no tensors.
+"""Bookkeeping of the paged key-value cache: page numbers only, no tensors.
 
-A sequence is a chain of pages, each read up to a count of its own, so that a prompt is shared without copying even
-when it ends within a page: whoever first goes on writes into the page, all others branch off into pages of their
-own. Pages form a tree by content. Those that nobody holds stay until room is needed, and a request whose tokens
-begin like something cached (a group's prompt, the earlier turns of an episode) goes on from there. A page is only
-ever appended to: what a reader counts as its own never changes.
+A sequence is a chain of pages, each with the number of tokens that the sequence reads of it. So sequences share a
+prompt without copying even if it ends within a page: the first to continue writes into the page, all others branch off
+into new pages. Pages form a tree by content. Pages without holders stay until room is needed, and a request whose
+tokens start like a cached sequence (a group's prompt, the earlier turns of an episode) continues from there. Pages are
+append-only: the tokens that a reader counts never change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """A page, the tokens written to it, and the pages that go on after so many of them."""
+    """A page, the tokens written to it, and its child pages, keyed by the number of tokens after which they branch off."""
 
     id: int
     parent: Page | None = None
@@ -29,7 +29,7 @@ class Page:
     tree: object = None
 
     def common(self, tokens: Sequence[int], at: int) -> int:
-        """How many of the page's tokens equal those from `at` on."""
+        """Return how many of the page's tokens equal those of `tokens` from `at` on."""
         own = self.tokens
         if own == list(tokens[at : at + len(own)]):
             return len(own)
@@ -38,7 +38,7 @@ class Page:
 
 @dataclass(slots=True)
 class Chain:
-    """The pages of one sequence, how many tokens of each it reads, and the position of each one's first token."""
+    """The pages of one sequence, how many tokens of each it reads, and the position of each page's first token."""
 
     slot: int = 0
     pages: list[Page] = field(default_factory=list)
@@ -55,26 +55,26 @@ class Chain:
         self.length += count
 
     def places(self) -> tuple[list[int], list[int]]:
-        """Page and offset of every token."""
+        """Return the page and offset of every token."""
         pages = [i for i, count in zip(self.ids, self.counts, strict=True) for _ in range(count)]
         return pages, [offset for count in self.counts for offset in range(count)]
 
 
 class Pages:
-    """Hands out pages, and finds what is already computed."""
+    """Allocates pages, and finds sequences that are already computed."""
 
     def __init__(self, count: int, size: int) -> None:
         self.size = size
         self._free = list(range(count))
-        self._idle: dict[Page, None] = {}  # in the order of release, where a page always comes before its parent
+        self._idle: dict[Page, None] = {}  # in order of release, so a page always comes before its parent
         self._root = Page(-1)
 
     def available(self) -> int:
-        """Pages that are free or held by nobody."""
+        """Return the number of pages that are free or without holders."""
         return len(self._free) + len(self._idle)
 
     def match(self, tokens: Sequence[int], slot: int) -> Chain:
-        """A chain, now held, over the longest beginning of `tokens` that is cached and leaves one to compute."""
+        """Return a chain, now held, over the longest cached prefix of `tokens` that leaves at least one token to compute."""
         found: list[tuple[Page, int]] = []
         page, at, common = self._root, 0, 0
         while True:
@@ -93,7 +93,7 @@ class Pages:
         for each, read in [*found, (page, common)][1:]:
             if count := min(read, len(tokens) - 1 - chain.length):
                 chain.add(each, count)
-        while len(chain.pages) > -(-chain.length // self.size) + 1:  # too many half pages: memory would not be bounded
+        while len(chain.pages) > -(-chain.length // self.size) + 1:  # too many half-filled pages: memory would not be bounded
             chain.length -= chain.counts.pop()
             for listed in (chain.pages, chain.ids, chain.starts):
                 listed.pop()
@@ -101,13 +101,13 @@ class Pages:
         return chain
 
     def share(self, chain: Chain, slot: int) -> Chain:
-        """The same sequence for one more reader."""
+        """Return the same sequence for one more reader."""
         twin = Chain(slot, [*chain.pages], [*chain.ids], [*chain.counts], [*chain.starts], chain.length)
         self._hold(twin)
         return twin
 
     def extend(self, chain: Chain, tokens: Sequence[int]) -> tuple[list[int], list[int]] | None:
-        """Places (pages and offsets) for tokens to be computed now; None when there is no room."""
+        """Reserve pages and offsets for tokens to be computed now; None if there is no room."""
         room = self._room(chain)
         if -(-max(0, len(tokens) - room) // self.size) > self.available():
             return None
@@ -126,7 +126,7 @@ class Pages:
         return pages, offsets
 
     def release(self, chain: Chain) -> None:
-        """Let go; what was computed stays for as long as there is room."""
+        """Release a chain; its pages stay cached as long as there is room."""
         for page in reversed(chain.pages):
             page.refs -= 1
             if page.refs == 0:
@@ -136,14 +136,14 @@ class Pages:
                     heapq.heappush(self._free, page.id)
 
     def forget(self) -> None:
-        """Nothing cached so far may be found any more: the weights have changed. Held chains stay as they are."""
+        """Make everything cached so far unfindable, because the weights have changed. Held chains stay valid."""
         self._root = Page(-1)
         for page in self._idle:
             heapq.heappush(self._free, page.id)
         self._idle.clear()
 
     def _room(self, chain: Chain) -> int:
-        """How many tokens may still be written to the last page: none once another reader went on in it."""
+        """Return how many tokens fit into the last page; 0 once another reader has continued in it."""
         if not chain.pages or len(chain.pages[-1].tokens) != chain.counts[-1]:
             return 0
         return self.size - chain.counts[-1]
@@ -157,7 +157,7 @@ class Pages:
         chain.add(page, 0)
 
     def _evict(self) -> None:
-        """Give up the page that has been idle longest; nothing hangs on it."""
+        """Evict the page that has been idle longest; it has no children."""
         page = next(iter(self._idle))
         del self._idle[page]
         assert page.parent is not None
@@ -177,7 +177,7 @@ class Pages:
 
 
 class FixedPages(Pages):
-    """Every slot has its own pages, in order: where a token lies depends on nothing but its slot and position."""
+    """Gives every slot its own pages, in order: a token's position in memory depends only on its slot and position."""
 
     def __init__(self, slots: int, per_slot: int, size: int) -> None:
         super().__init__(0, size)

@@ -1,7 +1,7 @@
-"""Which engine gets the next request: least loaded, sticky to shared prefixes, aware of engines coming and going.
+"""Routes requests to engines: least loaded first, sticky to shared prefixes, with engines that join and leave.
 
-A request is bound to an engine only when a slot is free, oldest draw first, so no request waits behind a busy engine
-while another idles. Slots are counted here; whoever takes one gives it back exactly once.
+The router binds a request to an engine only when a slot is free, oldest draw first, so no request waits behind a busy
+engine while another is idle. The router counts the slots; each slot taken is released exactly once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Route:
 
     @property
     def free(self) -> int:
-        """Slots that could take a request now."""
+        """The number of slots that could take a request now."""
         return self.capacity - self.running if self.alive and not self.resting else 0
 
 
@@ -59,7 +59,7 @@ class Router:
         self.hopeless: NoEngines | None = None
         self.on_hopeless: Callable[[], None] = lambda: None
 
-    # --- engines come and go ---
+    # --- engines join and leave ---
 
     def join(
         self,
@@ -68,7 +68,7 @@ class Router:
         capacity: int,
         interrupt: Callable[[], None] = lambda: None,
     ) -> None:
-        """A new engine, or one that is back."""
+        """Add a new engine, or one that is back."""
         self.leave(name)
         route = Route(name, generate, capacity, interrupt)
         self.routes[name] = route
@@ -79,7 +79,7 @@ class Router:
         self._grant()
 
     def leave(self, name: str) -> None:
-        """No new requests for this engine; those under way go on."""
+        """Send no new requests to this engine; running ones continue."""
         route = self.routes.pop(name, None)
         if route is None:
             return
@@ -87,12 +87,12 @@ class Router:
         self._watch()
 
     def expect(self, name: str, coming: bool = True) -> None:
-        """An engine is being started under this name, which may take its time; or it is no longer."""
+        """Record that an engine is starting under this name, which may take a while, or (`coming=False`) no longer is."""
         (self._expected.add if coming else self._expected.discard)(name)
         self._watch()
 
     def _watch(self) -> None:
-        """The time without an engine counts only while none is being started."""
+        """Run the `engine_timeout` timer only while there is no engine and none is starting."""
         wanted = not self.routes and not self._expected
         if not wanted and self._alarm is not None:
             self._alarm.cancel()
@@ -101,13 +101,13 @@ class Router:
             self._alarm = asyncio.get_running_loop().call_later(self.engine_timeout, self._give_up)
 
     def rest(self, name: str) -> None:
-        """The engine's device is needed elsewhere for a while: what runs on it is interrupted, and may go on at others."""
+        """Interrupt an engine whose device is needed elsewhere for a while; its requests may continue on other engines."""
         if name in self.routes:
             self.routes[name].resting = True
             self.routes[name].interrupt()
 
     def back(self, name: str) -> None:
-        """The device has been given back."""
+        """Resume an engine whose device is free again."""
         if name in self.routes:
             self.routes[name].resting = False
             self._offer(self.routes[name])
@@ -124,7 +124,7 @@ class Router:
         self.on_hopeless()
 
     def pause(self) -> None:
-        """Interrupt what is running (engines return what they have) and start nothing until `resume`."""
+        """Interrupt all running requests (engines return their tokens so far) and start none until `resume`."""
         self._paused = True
         for route in self.routes.values():
             route.interrupt()
@@ -139,9 +139,9 @@ class Router:
     async def generate(
         self, request: Request, key: Hashable, priority: int, seconds: float, started: Callable[[], None]
     ) -> Completion:
-        """Wait for a slot (requests of one `key` prefer one engine), generate within a deadline, give the slot back.
+        """Wait for a slot (requests with the same `key` prefer one engine), generate within a deadline, and release the slot.
 
-        The deadline counts from the moment the slot was got; `started` is called then.
+        The deadline starts when the slot is acquired; `started` is called then.
         """
         route = await self._acquire(key, priority)
         try:
@@ -156,11 +156,11 @@ class Router:
             self._release(route)
 
     def forget(self, key: Hashable) -> None:
-        """Requests of this key are over."""
+        """Drop the engine preference of this key: it has no more requests."""
         self._sticky.pop(key, None)
 
     def busy(self) -> int:
-        """Slots taken on the engines that are listed."""
+        """Return the number of slots taken on the current engines."""
         return sum(route.running for route in self.routes.values())
 
     async def _acquire(self, key: Hashable, priority: int) -> Route:
@@ -191,9 +191,9 @@ class Router:
         self._grant()
 
     def _grant(self) -> None:
-        """Hand free slots to those who wait, oldest draw first."""
+        """Give free slots to waiting requests, oldest draw first."""
         while self._waiting:
-            if self._waiting[0].granted.done():  # cancelled meanwhile
+            if self._waiting[0].granted.done():  # cancelled in the meantime
                 heapq.heappop(self._waiting)
                 continue
             route = self._pick(self._waiting[0].key)
@@ -212,11 +212,11 @@ class Router:
             load, _, route = self._loads[0]
             if route.free > 0 and route.running == load:
                 return route
-            heapq.heappop(self._loads)  # out of date: a newer entry exists, or the engine is full or gone
+            heapq.heappop(self._loads)  # outdated: a newer entry exists, or the engine is full or gone
         return None
 
     def _offer(self, route: Route) -> None:
-        """Enter an engine's present load; entries that no longer hold are skipped when they surface."""
+        """Push an engine's current load; outdated entries are skipped when they reach the top."""
         if route.free > 0:
             heapq.heappush(self._loads, (route.running, next(self._count), route))
         if len(self._loads) > 64 + 4 * len(self.routes):

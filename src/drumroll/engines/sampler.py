@@ -1,8 +1,8 @@
-"""Choosing the next token of many rows at once, with random numbers keyed by sample and position.
+"""Samples the next token of many rows at once, with random numbers keyed by sample and position.
 
-One uniform number per token is hashed from (seed, position) and looked up in the row's cumulative distribution:
-the draw of a sample does not depend on its neighbours, and nothing is drawn per vocabulary entry. The vocabulary is
-summed in blocks and only the block that is hit is looked at closely; the same sums give the log-prob.
+One uniform number per token is hashed from (seed, position) and looked up in the row's cumulative distribution. So the
+draw of a sample does not depend on its neighbours, and nothing is drawn per vocabulary entry. The vocabulary is summed
+in blocks, and only the block that is hit is searched; the same sums give the log-prob.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANKED = 1024
 
 
 def keyed_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Uniforms in [0, 1) from (seed, position): two rounds of the splitmix64 finaliser over a Weyl sequence."""
+    """Return uniforms in [0, 1) from (seed, position): two rounds of the splitmix64 finaliser over a Weyl sequence."""
     with np.errstate(over="ignore"):
         z = seeds + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         for _ in range(2):
@@ -33,8 +33,11 @@ def keyed_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> N
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """What may be drawn, per row: the smallest set whose mass reaches `top_p`, of it the `top_k` likeliest (0: all),
-    of them those at least `min_p` times as likely as the likeliest. Entries as likely as the last one kept stay."""
+    """The entries that may be sampled, per row.
+
+    They are the smallest set whose mass reaches `top_p`, of it the `top_k` likeliest (0: all), and of them those at
+    least `min_p` times as likely as the likeliest. Entries as likely as the last one kept stay.
+    """
 
     top_p: Tensor
     top_k: Tensor
@@ -44,11 +47,11 @@ class Restriction:
 def choose(
     logits: Tensor, temperature: Tensor, uniform: Tensor, restriction: Restriction | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [rows] and their log-probs [rows] from logits [rows, vocabulary].
+    """Return tokens [rows] and their log-probs [rows] from logits [rows, vocabulary].
 
-    A temperature of 0 is greedy, with the log-prob of the undisturbed distribution. A restriction (evaluation only)
-    limits what may be drawn; the log-prob stays that of the unrestricted distribution. A row without a distribution, whose
-    scaled logits are not all finite numbers or -inf, has some token and a log-prob that is not finite.
+    A temperature of 0 is greedy, with the log-prob at temperature 1. A restriction (evaluation only) limits which
+    tokens may be sampled; the log-prob stays that of the unrestricted distribution. A row whose scaled logits are not
+    all finite or -inf has no distribution: it gets some token, and a log-prob that is not finite.
     """
     greedy = temperature == 0
     if restriction is None and (found := masses_of(logits, torch.where(greedy, 1.0, 1 / temperature), BLOCK)) is not None:
@@ -79,7 +82,7 @@ def choose(
 def _from_masses(
     logits: Tensor, scale: Tensor, greedy: Tensor, uniform: Tensor, peak: Tensor, masses: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same, where the sums of the blocks are known: only the block that is hit is computed again."""
+    """Like `choose`, given the sums of the blocks: only the block that is hit is computed again."""
     block, within = _lookup(masses, uniform.to(torch.float64))
     columns = block[:, None] * BLOCK + torch.arange(BLOCK)
     hit = logits.gather(1, columns.clamp_max(logits.shape[1] - 1)).float() * scale[:, None] - peak
@@ -92,18 +95,18 @@ def _from_masses(
 
 
 def _lookup(masses: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a fraction of the summed masses falls, and which fraction of that mass lies below it."""
+    """Return the index at which a fraction of the summed masses falls, and the fraction within that index's mass."""
     cumulative = masses.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     target = torch.minimum(fraction * total, torch.nextafter(total, torch.zeros_like(total)))[:, None]
-    index = torch.searchsorted(cumulative, target, right=True).clamp_max_(masses.shape[1] - 1)  # beyond it if not finite
+    index = torch.searchsorted(cumulative, target, right=True).clamp_max_(masses.shape[1] - 1)  # out of range if not finite
     mass = masses.gather(1, index).to(torch.float64)
     below = cumulative.gather(1, index) - mass
     return index[:, 0], ((target - below) / mass).clamp(0.0, 1.0)[:, 0]
 
 
 def _restrict(odds: Tensor, limit: Restriction) -> Tensor:
-    """Zero what may not be drawn; `odds` are relative to the likeliest entry, which has 1."""
+    """Set entries that may not be sampled to zero; `odds` are relative to the likeliest entry, which has 1."""
     vocabulary = odds.shape[-1]
     mass = limit.top_p.to(torch.float64)[:, None] * odds.sum(dim=-1, keepdim=True, dtype=torch.float64)
     unlimited = (limit.top_k == 0) & (limit.top_p >= 1)

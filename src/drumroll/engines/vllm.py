@@ -1,15 +1,16 @@
-"""vLLM as the engine: its `AsyncLLM` behind our contract, for GPUs and models too large for one process.
+"""vLLM as an engine: its `AsyncLLM` behind our contract, for GPUs and for models too large for one process.
 
-vLLM runs in processes of its own; here lives only its front, on an event loop in a thread of its own, so that every
+vLLM runs in its own processes. Only its frontend lives here, on an event loop in a separate thread, so that every
 method can be called from any thread and any event loop. Three things make its samples fit to train on:
 
-- log-probs are of the scaled logits (`processed_logprobs`), as the learner computes them;
-- the version of a token is told by vLLM's own core, which sampled it, and changes only while the core is paused;
-- cached prefixes carry the version they were computed with (a salt): vLLM cannot empty that cache while requests run,
-  and a request that comes after a switch must not read keys and values from before it.
+- Log-probs are those of the scaled logits (`processed_logprobs`), as the learner computes them.
+- vLLM's own core, which samples the tokens, reports the version of each; the version changes only while the core is
+  paused.
+- Cached prefixes carry the version they were computed with (a salt). vLLM cannot empty that cache while requests run,
+  and a request that arrives after a switch must not read keys and values from before it.
 
-New weights travel as one file in memory (/dev/shm where there is room), which every vLLM worker reads and shards as it
-does a checkpoint: all its workers must be on this machine. vLLM itself is imported only when an engine is made.
+New weights travel as one file in memory (/dev/shm if there is room), which every vLLM worker reads and shards like a
+checkpoint, so all its workers must be on this machine. vLLM is imported only when an engine is made.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ T = TypeVar("T")
 
 
 class VllmEngine:
-    """Implements `Engine` by vLLM. `model` is `tiny`, a Hugging Face directory or a hub id.
+    """Implements `Engine` with vLLM. `model` is `tiny`, a Hugging Face directory or a hub id.
 
     `options` are fields of vLLM's `AsyncEngineArgs` (tensor_parallel_size, pipeline_parallel_size,
-    enable_expert_parallel, enable_prefix_caching, enable_lora, max_lora_rank, dtype, gpu_memory_utilization, ...) and
-    win over the defaults; `max_num_seqs` and `max_model_len` over `slots` and `context`.
+    enable_expert_parallel, enable_prefix_caching, enable_lora, max_lora_rank, dtype, gpu_memory_utilization, ...). They
+    override the defaults; `max_num_seqs` and `max_model_len` override `slots` and `context`.
 
-    With `top_p`, `top_k` or `min_p` log-probs are of the restricted distribution. On a CPU keys and values have 1 GiB
-    unless `kv_cache_memory_bytes` says otherwise.
+    With `top_p`, `top_k` or `min_p`, log-probs are those of the restricted distribution. On a CPU the key-value cache
+    has 1 GiB unless `kv_cache_memory_bytes` is set.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class VllmEngine:
         self._call(self._llm.update_weight_version(str(version)))
 
     def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
-        """Switch to new weights. `weights` must hold every parameter by its name in a checkpoint, a tied one once: vLLM
-        fuses some, and a part left out would become noise.
+        """Switch to new weights.
+
+        `weights` must hold every parameter by its name in a checkpoint, a tied one once: vLLM fuses some parameters,
+        and a missing part would become noise.
         """
         with tempfile.TemporaryFile(dir=_roomy(weights)) as file:  # nameless: nothing is left if this process is killed
             torch.save({name: value.detach().cpu() for name, value in weights.items()}, file)
@@ -108,7 +111,7 @@ class VllmEngine:
     def load_adapter(
         self, version: Version, adapter: Mapping[str, Tensor], config: Mapping[str, Any], *, recompute: bool = False
     ) -> None:
-        """Switch all requests to a new LoRA adapter, named and configured as PEFT does (needs `enable_lora`)."""
+        """Switch all requests to a new LoRA adapter, with PEFT's names and config (needs `enable_lora`)."""
         if self._adapter is None:
             raise ConfigError("roles.rollout.options: serving LoRA adapters by vLLM needs enable_lora: true.")
         self._write_adapter(adapter, config)
@@ -118,13 +121,15 @@ class VllmEngine:
         return self.slots
 
     def sleep(self, level: int = 1) -> None:
-        """End all requests and give GPU memory back: 1 moves the weights to the CPU, 2 drops them (then `load` after
-        `wake`). Needs the option `enable_sleep_mode`; on a CPU nothing is freed.
+        """End all requests and free GPU memory.
+
+        Level 1 moves the weights to the CPU, level 2 drops them (then call `load` after `wake`). Needs the option
+        `enable_sleep_mode`; on a CPU nothing is freed.
         """
         self._call(self._llm.sleep(level))
 
     def wake(self) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
         self._call(self._llm.wake_up())
 
     def close(self) -> None:
@@ -143,10 +148,10 @@ class VllmEngine:
         if self._closed:
             work.close()
             raise EngineLost("the engine is closed")
-        return asyncio.run_coroutine_threadsafe(self._told(work), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._translated(work), self._loop)
 
-    async def _told(self, work: Coroutine[Any, Any, T]) -> T:
-        """The work's result; that vLLM died or the engine was closed meanwhile is told in our words."""
+    async def _translated(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await the work; raise `EngineLost` if vLLM died or the engine was closed meanwhile."""
         try:
             return await work
         except asyncio.CancelledError:
@@ -162,7 +167,7 @@ class VllmEngine:
         return self._submit(work).result()
 
     def _abort(self, which: Callable[[], set[str]]) -> None:
-        """As a task of its own it comes after the requests that were sent before it."""
+        """Abort requests in a task, which runs after the requests that were submitted before it."""
 
         async def abort() -> None:
             await self._llm.abort(list(which()))
@@ -177,9 +182,9 @@ class VllmEngine:
 
         self._llm = AsyncLLM.from_engine_args(arguments)
         await self._llm.collective_rpc("leave_with", args=(os.getpid(),))
-        await self._llm.get_supported_tasks()  # asked once, so that a request is registered without waiting
+        await self._llm.get_supported_tasks()  # cache the answer, so that a request is registered without waiting
         await self._llm.update_weight_version(str(self.version))
-        if arguments.enable_lora:  # one that changes nothing, so that requests running at the first switch have one too
+        if arguments.enable_lora:  # an adapter that changes nothing, so that requests running at the first switch have one too
             self._write_adapter(*_idle_adapter(*(await self._llm.collective_rpc("adaptable_layer"))[0]))
             self._adapter = _lora_request(self._folder)
             await self._llm.add_lora(self._adapter)
@@ -206,7 +211,10 @@ class VllmEngine:
         return _completion(request, final.outputs[0])
 
     def _params(self, request: Request) -> Any:
-        """A request sent again with what it had goes on with other random numbers: the seed is mixed with its length."""
+        """Return the sampling parameters.
+
+        The seed is mixed with the length, so a request that is sent again continues with new random numbers.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -220,7 +228,7 @@ class VllmEngine:
             seed=sample_seed(request.seed, "vllm", len(request.tokens), 0),
             stop=list(sampling.stop),
             stop_token_ids=self.eos,
-            ignore_eos=True,  # ours are the tokens above, whatever the model's files say
+            ignore_eos=True,  # only `stop_token_ids` end a request, whatever the model's files say
             detokenize=bool(sampling.stop),
             skip_special_tokens=False,
             logprobs=0,
@@ -229,7 +237,7 @@ class VllmEngine:
         )
 
     async def _switch(self, version: Version, recompute: bool, bring: Callable[[], Awaitable[Any]]) -> None:
-        """Between two tokens: what vLLM cannot bring in leaves it half changed, so the engine is then lost."""
+        """Switch between two tokens. If vLLM fails here, its state is inconsistent, so the engine is lost."""
         try:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             self.version = version
@@ -249,23 +257,23 @@ class VllmEngine:
         return Path(self._scratch.name)
 
     def _write_adapter(self, adapter: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-        """In place of the last one: vLLM reads it again after new base weights."""
+        """Overwrite the adapter's files: vLLM reads them again after new base weights."""
         named = {name.replace(".default.", "."): value for name, value in adapter.items()}
         _write(named, self._folder / "new.safetensors").replace(self._folder / "adapter_model.safetensors")
         (self._folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
 
 
 class WeightReceiver:
-    """Mixed into vLLM's workers, where it runs."""
+    """Mixed into vLLM's workers and runs in their processes."""
 
     vllm_config: Any
     model_runner: Any
 
     def receive_weights(self, path: str) -> None:
-        """Take the model's weights from a file, as from a checkpoint.
+        """Load the model's weights from a file, like a checkpoint.
 
-        A CPU's linear layers hold packed copies, made anew layer by layer as their weights come. An output layer tied
-        to the embedding gets none of its own, so its copy is made anew here.
+        On a CPU, linear layers hold packed copies, which vLLM remakes layer by layer as weights arrive. An output layer
+        that is tied to the embedding receives no weights, so its copy is remade here.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -277,7 +285,10 @@ class WeightReceiver:
                     layer.quant_method.process_weights_after_loading(layer)
 
     def leave_with(self, owner: int) -> None:
-        """End this process, and vLLM's core above it, when the owner's is gone: one that is killed cannot say goodbye."""
+        """End this process, and vLLM's core above it, when the owner's process is gone.
+
+        A killed owner cannot shut them down itself.
+        """
         above = os.getppid()
 
         def wait() -> None:
@@ -292,7 +303,7 @@ class WeightReceiver:
             threading.Thread(target=wait, name="leave-with-owner", daemon=True).start()
 
     def adaptable_layer(self) -> tuple[str, int, int]:
-        """Name and sizes, in and out, of a layer that an adapter may be put on."""
+        """Return the name and the input and output sizes of a layer that can take an adapter."""
         from vllm.lora.layers import RowParallelLinearWithLoRA
 
         named = self.model_runner.get_model().named_modules()
@@ -301,7 +312,7 @@ class WeightReceiver:
 
 
 def _arguments(model: str, defaults: dict[str, Any], options: dict[str, Any]) -> Any:
-    """vLLM's arguments: what our exactness needs, then the user's options, then defaults for the machine."""
+    """Make vLLM's arguments: those that exactness needs, then the user's options, then defaults for the machine."""
     _prepare_environment()
     try:
         from vllm import AsyncEngineArgs
@@ -327,8 +338,10 @@ def _arguments(model: str, defaults: dict[str, Any], options: dict[str, Any]) ->
 
 
 def _prepare_environment() -> None:
-    """vLLM is told by variables that its processes inherit. Quiet; fresh processes, as this one has threads; on a CPU as
-    many threads as this process, not bound to cores that others may use, and no compiler.
+    """Set environment variables that vLLM's processes inherit.
+
+    They make vLLM quiet and start fresh processes, because this one has threads. On a CPU they give it as many threads
+    as this process, not bound to cores that others may use, and disable the compiler.
     """
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     threads = str(torch.get_num_threads())
@@ -367,7 +380,7 @@ def _lora_request(folder: Path, *, in_place: bool = False) -> Any:
 
 
 def _roomy(weights: Mapping[str, Tensor]) -> str | None:
-    """Memory, if the weights fit into it; else the usual place for temporary files."""
+    """Return /dev/shm if the weights fit into it, else None for the default folder of temporary files."""
     memory = Path("/dev/shm")
     size = sum(value.numel() * value.element_size() for value in weights.values())
     return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 1.1 * size else None

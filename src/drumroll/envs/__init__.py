@@ -1,8 +1,8 @@
-"""Environments: what a policy talks to, turn by turn, until the episode is over.
+"""Environments: the programs that a policy interacts with, turn by turn, until the episode ends.
 
-An environment is made for one episode and thrown away after it. `reset` gets the seed that all members of a group share
-and the row's columns; `step` gets the text the policy wrote in its turn. Both may be plain functions or coroutines. All
-randomness comes from the seed: no global generator, no `hash()`.
+An environment instance plays one episode and is then discarded. `reset` receives the seed that all members of a group
+share, and the columns of the row. `step` receives the text that the policy wrote in its turn. Both may be plain
+functions or coroutines. All randomness must come from the seed: no global generator, no `hash()`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from drumroll.registry import Registry
 from drumroll.sample import Message
 
 Observation = str | list[Message]
-"""What the policy reads next: a text (a user's turn), or messages."""
+"""The next input of the policy: a text, which becomes a user message, or a list of messages."""
 
 
 class Step(NamedTuple):
-    """What a step brings. `info` may name `success` (bool), `effective` (bool: the action did something), `malformed`
-    (bool: it could not be read), `tool_error` (a text) and `state` (a text: equal states of a group are compared)."""
+    """The result of a step.
+
+    `info` may hold `success` (bool), `effective` (bool: the action changed something), `malformed` (bool: the action
+    could not be parsed), `tool_error` (str) and `state` (str: group members in equal states are compared).
+    """
 
     observation: Observation
     reward: float = 0.0
@@ -32,29 +35,33 @@ class Environment(Protocol):
     """One episode."""
 
     def reset(self, seed: int, **row: Any) -> Observation | Awaitable[Observation]:
-        """Begin; the first observation, with the rules."""
+        """Start the episode and return the first observation, including the rules."""
         ...
 
     def step(self, text: str) -> Step | Awaitable[Step]:
-        """The policy's turn, as text. A malformed action is no error: it is answered, with `effective: False`."""
+        """Apply the policy's turn, given as text. A malformed action is not an error: answer it, with `effective: False`."""
         ...
 
     def close(self) -> None:
-        """Free what the episode held."""
+        """Free the episode's resources."""
         ...
 
 
 class Playable(Environment, Protocol):
-    """An environment that can also show a right move and a random one."""
+    """An environment that can also produce a correct action and a random action."""
 
     def oracle(self) -> str:
-        """An action on the way to success from here."""
+        """Return an action that leads towards success from the current state."""
         ...
 
     def random_action(self) -> str:
-        """Any well-formed action, by the episode's own generator."""
+        """Return any well-formed action, drawn from the episode's own generator."""
         ...
 
 
 ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry("environment")
-"""By name. The trait `runs` says where: `inline` (microseconds), `thread` (waits for others), `process` (computes, may crash)."""
+"""Environments by name.
+
+The trait `runs` says where the code runs: `inline` (takes microseconds), `thread` (waits for I/O), `process` (computes,
+may crash).
+"""

@@ -1,6 +1,6 @@
-"""Is an environment fit to train on? It is played in a process of its own, so that nothing it does can hurt.
+"""Checks whether an environment is fit to train on, by playing it in a separate process, where it can do no harm.
 
-Every finding is a fact: passed, failed, or merely told.
+Each finding passes, fails, or is information only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MALFORMED = ("", "%%%", "x" * 10_000)
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact; `passed` is None where nothing is right or wrong."""
+    """One finding; `passed` is None for information that is neither right nor wrong."""
 
     name: str
     passed: bool | None
@@ -39,7 +39,7 @@ Record = list[tuple[Any, ...]]
 
 
 async def examine(use: str, args: dict[str, Any], seconds: float = 120.0) -> list[Finding]:
-    """Play it; one that hangs or kills its process is a finding too."""
+    """Play the environment and return the findings. An environment that hangs or kills its process yields a finding too."""
     kind = where(use)
     pool = KillablePool(1)
     found: list[tuple[str, bool | None, str]]
@@ -63,7 +63,7 @@ WHERE = {
 
 
 def inspect(use: str, args: dict[str, Any], seconds: float) -> list[tuple[str, bool | None, str]]:
-    """All findings, as plain data; runs in the process."""
+    """Return all findings as plain data; runs inside the process."""
     return asyncio.run(_inspect(use, args, seconds))
 
 
@@ -89,7 +89,7 @@ async def _inspect(use: str, args: dict[str, Any], seconds: float) -> list[tuple
 
 
 async def _seeds(use: str, args: dict[str, Any], first: Record) -> tuple[str, bool | None, str]:
-    """Whether another seed begins differently or, with the same turns, goes on differently."""
+    """Check whether other seeds start differently or, with the same turns, continue differently."""
     name, turns, seeds = "seeds matter", [text for text, _ in first[1:]], range(1, 6)
     if getattr(Runner(use, args).environment, "from_rows", False):
         return name, None, "its rows decide how an episode begins"
@@ -104,7 +104,10 @@ async def _seeds(use: str, args: dict[str, Any], first: Record) -> tuple[str, bo
 async def episode(
     use: str, args: dict[str, Any], seed: int, turns: list[str] | None = None, row: dict[str, Any] | None = None
 ) -> Record:
-    """An episode by given turns, else by its own random player, else by numbers; [(observation,), (text, step), ...]."""
+    """Play an episode with the given turns, else with the environment's random player, else with numbers.
+
+    Returns [(observation,), (text, step), ...].
+    """
     runner = Runner(use, args)
     try:
         record: Record = [(await runner.reset(seed, row or {}),)]
@@ -151,7 +154,7 @@ async def _odd_turns(use: str, args: dict[str, Any]) -> tuple[str, bool, str]:
 
 
 async def _policy(use: str, args: dict[str, Any], name: str, until: float) -> list[tuple[str, bool | None, str]]:
-    """How well its own oracle or random player does, where it has one."""
+    """Measure how well the environment's own oracle or random player does, if it has one."""
     total, wins, played = 0.0, 0, 0
     for seed in range(SEEDS):
         runner = Runner(use, args)
@@ -198,13 +201,13 @@ async def _speed(use: str, args: dict[str, Any], seconds: float = 0.5) -> tuple[
 
 
 def _global_state() -> tuple[str, ...]:
-    """What the process-wide generators stand at; an environment that moves them is not reproducible beside others."""
+    """Return the state of the process-wide generators. An environment that advances them is not reproducible beside others."""
     numpy = sys.modules.get("numpy")
     return (str(random.getstate()), str(numpy.random.get_state()) if numpy is not None else "")
 
 
 def findings_table(use: str, findings: list[Finding]) -> Table:
-    """For the terminal."""
+    """Format the findings for the terminal."""
     table = Table("check", "", title=f"environment {use}", title_justify="left")
     table.add_column("found", overflow="fold")
     marks = {True: Text("ok", "green"), False: Text("fails", "red"), None: Text("")}

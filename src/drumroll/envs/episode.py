@@ -1,7 +1,7 @@
-"""What the built-in environments share: seeded instances in two splits, reading of actions, counting of turns.
+"""Shared base of the built-in environments: seeded instances in two splits, parsing of actions, counting of turns.
 
-An *instance* is the start of an episode (a map, a level, a shopping goal). Its number and its split decide it alone. The
-episode's seed decides what happens by chance later, such as slips on ice, so that rows can name instances and groups
+An *instance* is the start of an episode (a map, a level, a shopping goal). Only its number and its split determine it.
+The episode's seed determines later chance, such as slips on ice. So rows can name instances, and the members of a group
 still share their luck.
 """
 
@@ -26,14 +26,14 @@ ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 
 
 def action_in(text: str) -> str:
-    """The action in a policy's turn: what the last `<answer>` holds, or the whole text, thoughts aside."""
+    """Extract the action of a policy's turn, without `<think>` blocks: the last `<answer>`, or the whole text."""
     text = THOUGHT.sub("", text)
     found = ANSWER.findall(text)
     return (found[-1] if found else text).strip()
 
 
 def draw(name: str, instance: int, split: str, make: Callable[[random.Random], T | None], text: Callable[[T], str]) -> T:
-    """The instance of a number and a split: the first that `make` gives and whose text hashes to that split."""
+    """Return the instance of a number and a split: the first one from `make` whose text hashes into that split."""
     if split not in SPLITS:
         raise DataError(f"{name}: split '{split}' does not exist; environments have 'train' and 'held_out'.")
     rng = random.Random(f"{name}/{split}/{instance}")
@@ -47,7 +47,7 @@ def draw(name: str, instance: int, split: str, make: Callable[[random.Random], T
 
 
 def require(name: str, holds: bool, what: str) -> None:
-    """A setting that must hold, or one sentence that says so."""
+    """Raise a ConfigError unless the setting holds."""
     if not holds:
         raise ConfigError(f"environment {name}: {what}.")
 
@@ -65,25 +65,25 @@ class Episode:
         self.turns = 0
 
     def begin(self, seed: int) -> None:
-        """Start counting, with the episode's own generator."""
+        """Reset the turn counter and seed the episode's generator."""
         self.rng = random.Random(f"episode/{seed}")
         self.turns = 0
 
     def answered(
         self, observation: str, *, effective: bool, state: str, reward: float = 0.0, over: bool = False, **info: Any
     ) -> Step:
-        """The outcome of a turn."""
+        """Return the result of a turn."""
         self.turns += 1
-        told = {"success": False, **info, "effective": effective, "state": state}
-        return Step(observation, reward, over, not over and self.turns >= self.max_turns, told)
+        facts = {"success": False, **info, "effective": effective, "state": state}
+        return Step(observation, reward, over, not over and self.turns >= self.max_turns, facts)
 
     def unread(self, observation: str, state: str, **info: Any) -> Step:
-        """The outcome of a malformed turn. It counts too, so every episode ends by `max_turns`."""
+        """Return the result of a malformed turn. It counts as a turn, so every episode ends by `max_turns`."""
         return self.answered(observation, effective=False, state=state, malformed=True, **info)
 
     def say(self, action: str) -> str:
-        """An action as this style's policy writes it."""
+        """Format an action as a policy of this style writes it."""
         return action if self.style == "compact" else f"<answer>{action}</answer>"
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Free the episode's resources; the built-ins hold none."""

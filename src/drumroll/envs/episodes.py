@@ -1,7 +1,7 @@
-"""Episodes: the turns of a policy and an environment as token-exact traces, rewards and endings.
+"""Plays episodes: records the turns of a policy and an environment as token-exact traces, with rewards and stop reasons.
 
-What the engine saw and what it wrote stand in the trace as they were, token by token. An environment that raises, hangs,
-crashes or answers nonsense ends its episode with a typed failure, never the run.
+A trace holds exactly the tokens that the engine read and wrote. An environment that raises, hangs, crashes or returns
+nonsense ends its own episode with a typed failure, never the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Agents(Protocol):
-    """Opens episodes that are played by a user's agent."""
+    """Opens episodes that a user's agent plays."""
 
     def find(self, use: str) -> Callable[..., Any]: ...
     def open(self, sample: Sample, seed: int, stream: str, sampling: Sampling | None) -> Playing: ...
@@ -63,13 +63,15 @@ class Episodes:
         self._notify = notify
         self._late: set[str] = set()
         self._agents: Agents | None = None
-        if config.use is not None:  # a wrong name is told before anything starts
+        if config.use is not None:  # report a wrong name before anything starts
             _ = self.agents.find(config.use) if agent_path(config.use) else find(config.use)
 
     def open(self, sample: Sample, stream: str = "train", sampling: Sampling | None = None) -> Playing | None:
-        """The episode of a sample, or None when its prompt is answered once. A row's own `seed` column wins.
+        """Return the episode of a sample, or None if its prompt is a single-turn task.
 
-        An agent makes its calls itself, so it is told how to sample; by default as in training.
+        A `seed` column in the row overrides the seed.
+
+        An agent makes its own calls, so it receives `sampling`; the default is that of training.
         """
         scene = sample.prompt.scene
         if scene is None:
@@ -85,14 +87,14 @@ class Episodes:
 
     @property
     def agents(self) -> Agents:
-        """Those who open episodes of agents; made when the first is named."""
+        """The opener of agent episodes, made when the first agent is named."""
         if self._agents is None:
             assert self._open_agents is not None, "agents need an endpoint"
             self._agents = self._open_agents()
         return self._agents
 
     def report_late(self, sample: Sample, failure: Failure) -> None:
-        """Report the first time-out of an environment at once."""
+        """Report the first time-out of each environment call at once."""
         if failure.boundary not in self._late:
             self._late.add(failure.boundary)
             self._notify(f"{failure}, for sample {sample.id}.")
@@ -105,7 +107,7 @@ class Episodes:
 
 
 class Episode:
-    """One sample's way through its environment."""
+    """One sample's interaction with its environment."""
 
     def __init__(self, episodes: Episodes, sample: Sample, scene: Scene, seed: int, executor: Executor) -> None:
         self.episodes = episodes
@@ -118,12 +120,12 @@ class Episode:
         self.seed = seed
         self.executor = executor
         self._conversation: Conversation | None = None
-        self._written = 0  # tokens of the last trace before the policy's turn
+        self._written = 0  # tokens of the last trace before the policy's current turn
         self._state = ""
         self._printed = False
 
     async def begin(self) -> bool:
-        """Reset, and show the policy the first observation."""
+        """Reset the environment and show the policy the first observation. Returns whether the policy has a turn."""
         config, scene = self.config, self.scene
         self.sample.traces, self.sample.turns, self.sample.notes, self.sample.success = [], [], [], None
         first = await self._guard(
@@ -134,7 +136,10 @@ class Episode:
         return self._show(self._conversation.prompt())
 
     async def answer(self) -> bool:
-        """Give the policy's turn to the environment; take its reward; show what it answers, unless the episode is over."""
+        """Pass the policy's turn to the environment and record the reward.
+
+        Show the next observation unless the episode is over.
+        """
         sample, trace = self.sample, self.sample.traces[-1]
         tokens = trace.tokens[self._written :]
         turn = Turn(len(sample.traces) - 1, self._written, len(trace.tokens), self._state)
@@ -152,12 +157,12 @@ class Episode:
         return self._next(text, step.observation, tokens)
 
     def close(self) -> None:
-        """Free what the episode held; a fault in that is nobody's loss any more."""
+        """Free the episode's resources; errors no longer matter."""
         with suppress(Exception):
             self.executor.close()
 
     async def _guard(self, action: str, seconds: float, answer: Awaitable[T]) -> T:
-        """What an environment does wrong is its episode's failure."""
+        """Await an environment's answer and turn any error into the failure of this sample."""
         boundary = f"environment '{self.scene.use}', {action}"
         try:
             got = await answer
@@ -185,7 +190,7 @@ class Episode:
         self.sample.success = step.info.get("success", self.sample.success)
 
     def _ending(self, step: Step) -> StopReason | None:
-        """Why the episode ends with this step, if it does."""
+        """Return why the episode ends with this step, or None if it goes on."""
         if step.terminated or step.truncated:
             if step.info.get("malformed"):
                 return StopReason.MALFORMED
@@ -195,7 +200,7 @@ class Episode:
         return StopReason.TURNS if len(self.sample.turns) >= self.config.max_turns else None
 
     def _next(self, text: str, observation: Observation, written: list[int]) -> bool:
-        """Show an observation: after the turn, or, step by step, in a trace of its own."""
+        """Show an observation: appended to the trace, or, in step mode, in a new trace."""
         conversation = self._conversation
         assert conversation is not None
         if self.config.mode == "step":
@@ -211,7 +216,7 @@ class Episode:
         return True
 
     def _show(self, tokens: list[int]) -> bool:
-        """A new trace, if it leaves the policy room to write."""
+        """Start a new trace, if the context leaves the policy room to write."""
         if len(tokens) >= self.context and self.sample.traces:
             return self._end(StopReason.CONTEXT)
         trace = Trace()
@@ -221,7 +226,7 @@ class Episode:
         return True if len(tokens) < self.context else self._end(StopReason.CONTEXT)
 
     def _end(self, stop: StopReason, text: str | None = None) -> bool:
-        """The episode is over: its reward is the sum of its turns'."""
+        """End the episode. Its reward is the sum of its turns' rewards."""
         sample, said = self.sample, self._conversation.turns if self._conversation else []
         sample.stop = stop
         if stop is StopReason.TURNS:
@@ -233,6 +238,6 @@ class Episode:
 
 
 def digest(state: Observation) -> str:
-    """A short name of a state: equal for equal states."""
+    """Return a short hash of a state; equal states have equal hashes."""
     text = state if isinstance(state, str) else json.dumps(state, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,6 +1,7 @@
-"""Where an environment's code runs: on an event loop, in a thread, or in a process that can be killed.
+"""Runs an environment's code on an event loop, in a thread, or in a process that can be killed.
 
-Every call has a deadline that counts from when its place was got. Nothing here may hold up generation.
+Every call has a deadline, which starts when the call gets its thread, loop or process. An executor must never block
+generation.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from drumroll.rewards import Pool
 from drumroll.sample import Scene
 
 THREADS = 256
-"""Calls in threads at once; a thread that hangs gives its place back and is left behind."""
+"""The most calls that run in threads at once. A thread that hangs releases its slot and is abandoned."""
 PLAY, LEAVE = "drumroll.envs.runner:play", "drumroll.envs.runner:leave"
 GROWN = ("MemoryError", "TooMuchMemory")
-"""Errors after which a process is replaced."""
+"""Errors after which the process is replaced."""
 T = TypeVar("T")
 
 
 class Executor(Protocol):
-    """One episode, wherever it runs. `printed` is what its last call wrote to standard output, where that is caught."""
+    """Runs one episode. `printed` is the standard output of its last call, if the executor captures it."""
 
     printed: str
 
@@ -40,7 +41,7 @@ class Executor(Protocol):
 
 
 class Inline:
-    """On the event loop: microseconds, or coroutines."""
+    """Runs an environment on the caller's event loop, for calls that take microseconds or are coroutines."""
 
     printed = ""
 
@@ -64,7 +65,7 @@ class Inline:
 
 
 class Threaded(Inline):
-    """In threads: calls that wait for others."""
+    """Runs an environment in threads, for calls that wait for I/O."""
 
     def __init__(self, scene: Scene, gate: asyncio.Semaphore) -> None:
         super().__init__(scene)
@@ -88,7 +89,7 @@ class Threaded(Inline):
 
 
 class Looped(Inline):
-    """On an event loop that environments share: coroutines of the user."""
+    """Runs the user's coroutines on an event loop that all such environments share."""
 
     def __init__(self, scene: Scene, loop: Loop) -> None:
         super().__init__(scene)
@@ -104,7 +105,10 @@ class Looped(Inline):
 
 
 async def in_thread(function: Callable[[], T], seconds: float | None) -> T:
-    """The function's result; past the deadline its thread is left behind, and ends with the process at the latest."""
+    """Run the function in a new thread and return its result.
+
+    Past the deadline the thread is abandoned; it ends with the process at the latest.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -121,9 +125,9 @@ async def in_thread(function: Callable[[], T], seconds: float | None) -> T:
             found, error = function(), None
         except BaseException as caught:
             found, error = None, caught
-            if isinstance(caught, StopIteration):  # which a future does not take
+            if isinstance(caught, StopIteration):  # a future refuses StopIteration
                 error = RuntimeError(f"StopIteration: {caught}").with_traceback(caught.__traceback__)
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: no caller waits any more
             loop.call_soon_threadsafe(deliver, found, error)
 
     threading.Thread(target=run, daemon=True, name="environment").start()
@@ -132,19 +136,22 @@ async def in_thread(function: Callable[[], T], seconds: float | None) -> T:
 
 
 class EnvironmentProcess:
-    """One process. It plays many episodes, a call at a time; one call that hangs or crashes costs its own episode only."""
+    """One process that plays many episodes, one call at a time. A call that hangs or crashes costs only its own episode."""
 
     def __init__(self, pool: Pool, memory_gb: float) -> None:
         self.pool = pool
         self.memory_gb = memory_gb
         self.episodes = 0
         self.over: list[str] = []
-        self.lives = 0  # how often the process was lost
+        self.lives = 0  # counts how often the process was lost
         self.calls: set[asyncio.Future[Any]] = set()
         self._lock = asyncio.Lock()
 
     async def call(self, played: Played, seconds: float, again: float) -> Any:
-        """The next answer of an episode; if the process was replaced since its last one, all before is played `again` first."""
+        """Return the next answer of an episode.
+
+        If the process was replaced since the last answer, first replay all earlier turns within `again` seconds.
+        """
         async with self._lock:
             if played.closed:
                 return None
@@ -164,14 +171,14 @@ class EnvironmentProcess:
         except BaseException as error:
             if not isinstance(error, RemoteError):
                 self.lives += 1
-            elif error.kind in GROWN:  # whatever else the environment raises leaves the process as it is
+            elif error.kind in GROWN:  # after any other error of the environment the process is still good
                 self.lives += 1
                 with suppress(WorkerDied):
                     await self.pool.call(LEAVE, {}, seconds)
             raise
 
     async def close(self) -> None:
-        """Give up what is under way and end the process."""
+        """Cancel the calls in progress and end the process."""
         calls = list(self.calls)
         for call in calls:
             call.cancel()
@@ -180,7 +187,7 @@ class EnvironmentProcess:
 
 
 class Played:
-    """In a process of its own."""
+    """Runs one episode in a process that it shares with other episodes."""
 
     def __init__(self, scene: Scene, name: str, process: EnvironmentProcess, reset_seconds: float) -> None:
         self.scene = scene
@@ -204,7 +211,11 @@ class Played:
         return check_step(self.scene.use, await self._call(seconds))
 
     async def _call(self, seconds: float) -> Any:
-        """A call that its sample gives up on runs to its end: killing the process would cost its neighbours time."""
+        """Call the process and wait for the answer.
+
+        If the sample is aborted, the call still runs to its end: killing the process would cost the other episodes
+        time.
+        """
         call = asyncio.ensure_future(self.process.call(self, seconds, self.reset_seconds + len(self.turns) * seconds))
         self.process.calls.add(call)
         call.add_done_callback(self._done)
@@ -213,7 +224,7 @@ class Played:
     def _done(self, call: asyncio.Future[Any]) -> None:
         self.process.calls.discard(call)
         if not call.cancelled():
-            call.exception()  # whoever gave the sample up does not ask for it
+            call.exception()  # retrieve the error, so that asyncio does not warn about an aborted sample
 
     def close(self) -> None:
         self.closed = True
@@ -222,7 +233,7 @@ class Played:
 
 
 class Executors:
-    """Gives every episode its place."""
+    """Gives every episode an executor."""
 
     def __init__(self, config: EnvironmentConfig, open_pool: Callable[[int], Pool]) -> None:
         self.config = config
@@ -234,7 +245,7 @@ class Executors:
         self._where: dict[str, str] = {}
 
     def open(self, scene: Scene) -> Executor:
-        """A place for one episode; in processes, where the fewest are."""
+        """Return an executor for one episode; in processes, the one with the fewest episodes."""
         kind = self._where.get(scene.use) or where(scene.use)
         self._where[scene.use] = kind
         if kind == "inline":
@@ -252,7 +263,7 @@ class Executors:
         return Played(scene, f"{self._count}", process, self.config.reset_timeout)
 
     async def close(self) -> None:
-        """End all processes."""
+        """End the event loop and all processes."""
         await self._loop.close()
         for process in self._processes:
             await process.close()

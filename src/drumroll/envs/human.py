@@ -1,4 +1,4 @@
-"""A person plays an environment in the terminal."""
+"""Lets a person play an environment in the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drumroll.envs.runner import Runner
 
 
 async def play(use: str, args: Mapping[str, Any], seed: int, row: Mapping[str, Any] | None = None) -> float:
-    """One episode by hand; returns what it earned. An empty line is an empty turn; Ctrl-D ends it."""
+    """Play one episode by hand and return its total reward. An empty line is an empty turn; Ctrl-D ends the episode."""
     runner = Runner(use, args)
     total, turns = 0.0, 0
     show(await runner.reset(seed, row or {}))
@@ -36,7 +36,7 @@ async def play(use: str, args: Mapping[str, Any], seed: int, row: Mapping[str, A
 
 
 def show(observation: Observation) -> None:
-    """Print what the policy would read."""
+    """Print the observation that the policy would read."""
     if isinstance(observation, str):
         click.echo(observation)
         return

@@ -1,4 +1,4 @@
-"""What episodes look like: success, effective actions, steps."""
+"""Metrics of episodes: success, effective actions, malformed turns, number of turns."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Iterable, Sequence
 from drumroll.sample import Sample
 
 EPISODES = ("success", "effective", "malformed", "turns")
-"""What is measured of episodes."""
+"""The metrics of episodes."""
 
 
 def measures(samples: Sequence[Sample]) -> dict[str, float]:
-    """Share that succeeds, shares of turns that did something and that could not be read, turns an episode; of plain prompts nothing."""
+    """Return the share of samples that succeed, the shares of effective and of malformed turns, and the turns per episode.
+
+    Returns nothing for single-turn prompts.
+    """
     if not any(s.turns for s in samples):
         return {}
     turns = [t for s in samples for t in s.turns]
     acted = [t.effective for t in turns if t.effective is not None]
     found = {}
-    if any(s.success is not None for s in samples):  # an episode that was cut short of its end has none, and did not succeed
+    # an episode that was cut short has no success value, and counts as no success
+    if any(s.success is not None for s in samples):
         found["success"] = sum(s.success is True for s in samples) / len(samples)
     if acted:
         found["effective"] = sum(acted) / len(acted)

@@ -1,8 +1,8 @@
-"""Rows for environments: instances to play, and episodes to imitate. Both are function sources of `data`.
+"""Function sources of `data` for environments: instances to play, and demonstrations to imitate.
 
-A teacher of demonstrations is weak in two ways: a share of its turns follows the environment's `flawed()`, a systematic mistake,
-and a share is random. The choice is made anew in every turn, so whoever imitates the teacher perfectly succeeds as often as it
-does, with or without a memory of past turns; and as long as mistakes are the majority, greedy play fails.
+The teacher of the demonstrations is weak in two ways: a share of its turns follows the environment's `flawed()`, a
+systematic mistake, and a share is random. It chooses anew in every turn, so a perfect imitator succeeds as often as the
+teacher, with or without memory of past turns. As long as mistakes are the majority, greedy play fails.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from drumroll.sample import Message
 Row = dict[str, Any]
 FORMS = ("turns", "episodes", "messages")
 WEAK: dict[str, tuple[float, float]] = {"frozen_lake": (0.7, 0.15), "sokoban": (0.8, 0.1), "webshop": (0.55, 0.1)}
-"""Shares of turns (flawed, random) that leave an imitator of the compact style much to learn."""
+"""Shares of (flawed, random) turns that leave an imitator in the compact style much to learn."""
 
 
 def episodes(split: str, seed: int, env: str, **settings: Any) -> Iterator[Row]:
-    """Endless instances: `reset(seed, **row)` starts the one that a row names. The prompt is the first observation."""
+    """Yield instances endlessly.
+
+    `reset(seed, **row)` starts the instance that a row names; the prompt is its first observation.
+    """
     for number in _numbers(split, seed, env):
         row = {"instance": number, "split": split}
         yield {"prompt": _first(make(env, **settings), row), **row}
@@ -40,7 +43,7 @@ def _numbers(split: str, seed: int, env: str) -> Iterator[int]:
 
 
 def _first(made: Environment, row: Row) -> Observation:
-    """The first observation; of an environment that begins by a coroutine, a text that names the instance."""
+    """Return the first observation; if `reset` is a coroutine, a text that names the instance."""
     if inspect.iscoroutinefunction(made.reset):
         return f"{row['split']}/{row['instance']}"
     observation = cast(Observation, made.reset(row["instance"], **row))
@@ -60,11 +63,13 @@ def demonstrations(
     distinct: bool = False,
     **settings: Any,
 ) -> Iterator[Row]:
-    """Episodes of a weak teacher. By default its shares are the environment's in `WEAK`, or none.
+    """Yield episodes of a weak teacher. The default shares are the environment's in `WEAK`, or 0.
 
-    `form: turns` gives a row per turn, `prompt` with the last `history` turns before it (default: all) and `completion`;
-    past turns of the policy are followed by `end`, and if `distinct`, a prompt comes once in an episode. `form: episodes` gives a row per episode: `prompt`, `completion`, and in `more` what
-    was observed and answered in turn after that, all of it imitated. `form: messages` gives a conversation, its last turn imitated.
+    - `form: turns` yields a row per turn: `prompt`, with the last `history` turns before it (default: all), and
+      `completion`. `end` follows each past turn of the policy. With `distinct`, a prompt occurs once per episode.
+    - `form: episodes` yields a row per episode: `prompt`, `completion`, and in `more` the observations and answers
+      after that, in order. All answers are imitated.
+    - `form: messages` yields a conversation, whose last turn is imitated.
     """
     if form not in FORMS:
         raise DataError(f"demonstrations: form '{form}' does not exist; choose {', '.join(FORMS)}.")
@@ -77,18 +82,18 @@ def demonstrations(
         )
     for number in _numbers(split, seed, env):
         played = cast(Playable, make(env, **settings))
-        messages, told = play(played, number, split, flawed, careless)
+        messages, outcome = play(played, number, split, flawed, careless)
         if form == "messages":
-            yield {"messages": messages, **told}
+            yield {"messages": messages, **outcome}
         elif form == "episodes":
             first, answer, *more = [message["content"] for message in messages]
-            yield {"prompt": first, "completion": answer, "more": more, **told}
+            yield {"prompt": first, "completion": answer, "more": more, **outcome}
         else:
-            yield from ({**row, **told} for row in _turns(messages, history, end, distinct))
+            yield from ({**row, **outcome} for row in _turns(messages, history, end, distinct))
 
 
 def play(env: Playable, instance: int, split: str, flawed: float = 0.0, careless: float = 0.0) -> tuple[list[Message], Row]:
-    """An episode by a teacher, as messages, and what came of it."""
+    """Let the teacher play an episode; return its messages and its outcome."""
     rng = random.Random(f"teacher/{split}/{instance}")
     mistaken: Callable[[], str] | None = getattr(env, "flawed", None)
     if flawed and mistaken is None:
@@ -104,8 +109,8 @@ def play(env: Playable, instance: int, split: str, flawed: float = 0.0, careless
         total += step.reward
         if step.terminated or step.truncated:
             env.close()
-            told = {"instance": instance, "split": split, "success": bool(step.info.get("success")), "reward": total}
-            return messages[: len(messages) - len(_said(step.observation))], told
+            outcome = {"instance": instance, "split": split, "success": bool(step.info.get("success")), "reward": total}
+            return messages[: len(messages) - len(_said(step.observation))], outcome
 
 
 def _said(observation: Observation) -> list[Message]:
@@ -113,7 +118,7 @@ def _said(observation: Observation) -> list[Message]:
 
 
 def _turns(messages: list[Message], history: int | None, end: str, distinct: bool) -> Iterator[Row]:
-    """A row for each turn of the policy, with what it had read until then as one text."""
+    """Yield a row for each turn of the policy, with all text that it had read by then as the prompt."""
     seen: set[str] = set()
     own = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     texts = [message["content"] + (end if message["role"] == "assistant" else "") for message in messages]

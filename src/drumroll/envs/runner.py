@@ -1,8 +1,9 @@
-"""Calling an environment: found by name, given what it asks for, its answers checked and made plain.
+"""Calls an environment: finds it by name, passes the columns that it asks for, and checks and normalises its answers.
 
-`play` is the same in a process of its own. There many episodes live side by side, a call at a time. One that is not
-known (its process was replaced) is played again from its seed and its turns, which is exact: all randomness is the seed's.
-What it prints is caught, and a process that grows too large says so and is replaced.
+`play` does the same inside an environment process. There many episodes live side by side, one call at a time. If the
+process does not know an episode, because it replaced an earlier process, it replays the episode from its seed and
+turns. The replay is exact, because all randomness comes from the seed. `play` captures the episode's standard output,
+and reports a process that grows too large, which is then replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from drumroll.envs.adapters import adapted, adapter_of
 from drumroll.rewards import BadReward, check_value
 
 INFO = ("success", "effective", "malformed", "state", "tool_error")
-"""What is read of a step's `info`."""
+"""The keys that are read from a step's `info`."""
 BUILT_IN = "drumroll.envs.builtin"
 T = TypeVar("T")
 
@@ -35,51 +36,51 @@ class BadAnswer(ValueError):
 
 
 class TooMuchMemory(RuntimeError):
-    """The process of an environment has grown beyond its limit."""
+    """The process of an environment has grown beyond its memory limit."""
 
 
 def find(use: str) -> Callable[..., Environment]:
-    """The environment by name, by an adapter (`gymnasium:FrozenLake-v1`) or as `module:Class`."""
+    """Find an environment by name, through an adapter (`gymnasium:FrozenLake-v1`), or as `module:Class`."""
     exists(use)
     return adapted(use) or ENVIRONMENTS.get(use)
 
 
 def agent_path(use: str) -> str | None:
-    """The `module:function` of an agent, if `use` names one: `agent:module:function`."""
+    """Return the `module:function` of an agent if `use` is of the form `agent:module:function`, else None."""
     kind, _, path = use.partition(":")
     return path if kind == "agent" and ":" in path else None
 
 
 def exists(name: str) -> bool:
-    """Whether an environment is registered under a name; the built-ins are when one is first asked for."""
+    """Return whether an environment of this name is registered. The first lookup imports the built-ins."""
     if ":" not in name and name not in ENVIRONMENTS.parts and importlib.util.find_spec(BUILT_IN) is not None:
         importlib.import_module(BUILT_IN)
     return name in ENVIRONMENTS.parts
 
 
 def where(use: str) -> str:
-    """Where it runs: as it says itself; else coroutines on an event loop of their own, all others in a process."""
+    """Return where the environment runs: its declared `runs`, else `loop` for coroutines and `process` for the rest."""
     make, adapter = find(use), adapter_of(use)
     own = adapter.runs if adapter else ENVIRONMENTS.traits(use).get("runs")
     return own or ("loop" if inspect.iscoroutinefunction(getattr(make, "step", None)) else "process")
 
 
 class Runner:
-    """One episode of an environment, each answer checked."""
+    """Plays one episode of an environment and checks each answer."""
 
     def __init__(self, use: str, args: Mapping[str, Any]) -> None:
         self.use = use
         self.environment = find(use)(**args)
 
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
-        """Begin, with those columns that `reset` asks for."""
+        """Start the episode, with those columns of the row that `reset` accepts."""
         parameters = inspect.signature(self.environment.reset).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         given = {k: v for k, v in row.items() if k not in ("seed", "environment") and (takes_any or k in parameters)}
         return check_observation(self.use, await awaited(self.environment.reset(seed, **given)))
 
     async def step(self, text: str) -> Step:
-        """A turn."""
+        """Play one turn."""
         return check_step(self.use, await awaited(self.environment.step(text)))
 
     def close(self) -> None:
@@ -88,12 +89,12 @@ class Runner:
 
 
 async def awaited(value: T | Awaitable[T]) -> T:
-    """The value, or what it becomes."""
+    """Await the value if it is awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
 def check_observation(use: str, value: Any) -> Observation:
-    """A text, or messages with role and content."""
+    """Return the value if it is a text or a list of messages with role and content; raise `BadAnswer` otherwise."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value):
@@ -102,7 +103,7 @@ def check_observation(use: str, value: Any) -> Observation:
 
 
 def check_step(use: str, value: Any) -> Step:
-    """A `Step`, or a plain tuple of its parts."""
+    """Return the value as a `Step` with checked fields; a plain tuple of the fields is accepted too."""
     if not isinstance(value, tuple) or not 1 <= len(value) <= len(Step._fields):
         raise BadAnswer(f"environment '{use}' answered {value!r:.80}; a step is a drumroll.envs.Step")
     step = Step(*value)
@@ -122,16 +123,16 @@ def check_step(use: str, value: Any) -> Step:
     return Step(check_observation(use, step.observation), reward, bool(step.terminated), bool(step.truncated), info)
 
 
-# --- in a process of its own ---
+# --- inside an environment process ---
 
 _runners: dict[str, tuple[Runner, int]] = {}
 _loop: list[asyncio.AbstractEventLoop] = []
 PRINTED = 200
-"""Characters kept of what a call prints."""
+"""Characters kept of the output that a call prints."""
 
 
 class _Prints(io.TextIOBase):
-    """Keeps the beginning of what is printed."""
+    """Keeps the first characters that are printed."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -152,9 +153,9 @@ def play(
     over: Sequence[str],
     memory_gb: float,
 ) -> tuple[Observation | Step, str]:
-    """What the last of the turns brings, or the first observation when there is none; and what was printed meanwhile.
+    """Play the turns of an episode; return the answer to the last one and the printed output.
 
-    Episodes that are over are ended.
+    Without turns the answer is the first observation. Closes the episodes named in `over`.
     """
     for gone in over:
         with suppress(Exception):
@@ -162,7 +163,7 @@ def play(
     if not _loop:
         _loop.append(asyncio.new_event_loop())
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        with suppress(OSError, ValueError):  # a second guard, for what grows within one call
+        with suppress(OSError, ValueError):  # a second limit, for memory that grows within one call
             resource.setrlimit(resource.RLIMIT_DATA, (int(2 * memory_gb * 2**30), most))
     prints = _Prints()
     with redirect_stdout(prints):
@@ -173,7 +174,7 @@ def play(
 
 
 def resident_gb() -> float:
-    """Memory that this process holds; where that is not known, the most that it ever held."""
+    """Return the resident memory of this process in GB; if unknown, its peak."""
     with suppress(OSError), open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -187,7 +188,7 @@ def leave() -> None:
 async def _play(
     episode: str, use: str, args: dict[str, Any], seed: int, row: dict[str, Any], turns: Sequence[str]
 ) -> Observation | Step:
-    known = _runners.pop(episode, None)  # what raises is not kept
+    known = _runners.pop(episode, None)  # an episode that raises is not kept
     played = known is not None and known[1] == len(turns) - 1
     runner = known[0] if known is not None and played else Runner(use, args)
     try:

@@ -1,8 +1,8 @@
 """Attention shared by the learner and the native engine, so that their numbers agree.
 
-Both run Hugging Face's own module on tokens laid end to end, shape [1, tokens]; the linear layers never see
-padding. A `Layout`, passed through the module's forward as a keyword, says which tokens attend to which. The
-function registered with transformers under `NAME` only unpacks the heads and hands them to the layout.
+Both run Hugging Face's own module on tokens laid end to end, shape [1, tokens]; the linear layers never see padding. A
+`Layout`, passed through the module's forward as a keyword, decides which tokens attend to which. The function
+registered with transformers under `NAME` only unpacks the heads and passes them to the layout.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 from drumroll.models.kernels import paged_decode
 
 NAME = "drumroll"
-HIDDEN = -1e30  # a score that weighs nothing, yet is finite: a page may be hidden wholly by a window
-IN_PLACE = 0.7  # pages are read where they lie when at least this share of those between them is wanted
+HIDDEN = -1e30  # a score with weight 0 that is still finite: a window may hide a whole page
+IN_PLACE = 0.7  # read a span of pages without gathering if at least this share of it is needed
 
 
 class Layout(Protocol):
-    """Decides what a packed row of tokens attends to."""
+    """Decides which tokens a packed row of tokens attends to."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """q [tokens, heads, dim]; k and v [tokens, kv heads, dim]; returns [tokens, heads, dim]."""
@@ -53,7 +53,7 @@ def attention(
 
 
 def register() -> None:
-    """Make the attention known to transformers. Models that name it skip building masks of their own."""
+    """Register the attention with transformers. Models that use it do not build masks themselves."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
@@ -65,10 +65,10 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 class Packed:
-    """Whole sequences laid end to end; each attends causally to itself and to nothing else.
+    """Whole sequences laid end to end; each attends causally to itself only.
 
-    Only inside attention are the sequences spread over rows of equal width. Padding stands on the right, where
-    causality already hides it, so no mask is needed.
+    Only inside attention are the sequences spread over rows of equal width. Padding is on the right, where causality
+    already hides it, so no mask is needed.
     """
 
     def __init__(self, lengths: Tensor) -> None:
@@ -80,7 +80,7 @@ class Packed:
         self.index = torch.where(self.valid, starts[:, None] + columns, 0)
 
     def positions(self) -> Tensor:
-        """The position of each token in its own sequence, [1, tokens]."""
+        """Return the position of each token in its own sequence, [1, tokens]."""
         columns = torch.arange(self.valid.shape[1], device=self.valid.device).expand_as(self.valid)
         return columns[self.valid][None]
 
@@ -111,7 +111,7 @@ class KVCache:
             shape = (pages, heads, size, dim)
             if torch.device(device).type != "cpu":
                 return torch.zeros(shape, dtype=dtype, device=device)
-            zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)  # takes memory only where it is written to
+            zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)  # memory is committed only where it is written
             return torch.from_numpy(zeros).view(dtype).view(shape)
 
         self.size = size
@@ -120,29 +120,29 @@ class KVCache:
         self._scratch: dict[int, Tensor] = {}
 
     def write(self, layer: int, at: PageSlots, k: Tensor, v: Tensor) -> None:
-        """Put [tokens, kv heads, dim] at their places."""
+        """Write [tokens, kv heads, dim] to their page slots."""
         self.keys[layer][at.pages, :, at.offsets] = k
         self.values[layer][at.pages, :, at.offsets] = v
 
     def copy(self, source: PageSlots, target: PageSlots) -> None:
-        """Copy tokens from places to other places, in all layers."""
+        """Copy tokens from one set of page slots to another, in all layers."""
         for store in (*self.keys, *self.values):
             store[target.pages, :, target.offsets] = store[source.pages, :, source.offsets]
 
     def gather(self, store: Tensor, pages: Tensor, buffer: int) -> Tensor:
-        """The pages one after another, in memory kept for the purpose: fresh memory costs more than the copy."""
+        """Gather pages into a reused buffer: fresh memory costs more than the copy."""
         held = self._scratch.get(buffer)
         if held is None or len(held) < len(pages) or held.shape[1:] != store.shape[1:]:
             held = self._scratch[buffer] = store.new_empty(len(pages) + len(pages) // 4, *store.shape[1:])
         return torch.index_select(store, 0, pages, out=held[: len(pages)])
 
     def nbytes(self) -> int:
-        """Memory held by the cache."""
+        """Return the memory of the cache in bytes."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
 
 class PageSlots:
-    """Where tokens lie in a cache: a page and an offset in it for each."""
+    """The page slots of some tokens: a page and an offset in it for each."""
 
     def __init__(self, pages: list[int], offsets: list[int], device: Any) -> None:
         self.pages = torch.tensor(pages, device=device)
@@ -150,23 +150,23 @@ class PageSlots:
 
 
 class Prefill:
-    """The next tokens of some sequences, laid end to end, remembered in the cache.
+    """A layout for the next tokens of some sequences, laid end to end and written to the cache.
 
-    The first ones, of `fresh` lengths, begin their sequences and attend as `Packed` does. Each of the others attends
-    to all of its sequence, whose `places` include the new tokens.
+    The first tokens, of `fresh` lengths, start their sequences and attend as in `Packed`. The tokens of `continuing`
+    sequences attend to their whole sequence, whose page slots include the new tokens.
     """
 
-    def __init__(self, cache: KVCache, at: PageSlots, fresh: list[int], going_on: list[tuple[int, PageSlots]]) -> None:
+    def __init__(self, cache: KVCache, at: PageSlots, fresh: list[int], continuing: list[tuple[int, PageSlots]]) -> None:
         self.cache = cache
         self.at = at
         self.packed = Packed(torch.tensor(fresh, device=at.pages.device)) if fresh else None
         self.fresh = sum(fresh)
-        self.going_on = going_on
+        self.continuing = continuing
         self.masks: dict[tuple[int, int | None], Tensor] = {}
 
     def _mask(self, index: int, window: int | None) -> Tensor:
         if (index, window) not in self.masks:
-            new, places = self.going_on[index]
+            new, places = self.continuing[index]
             positions = torch.arange(len(places.pages), device=places.pages.device)
             self.masks[index, window] = band_mask(positions[-new:], positions, window)
         return self.masks[index, window]
@@ -175,7 +175,7 @@ class Prefill:
         self.cache.write(layer, self.at, k, v)
         n = self.fresh
         out = [self.packed.attend(layer, q[:n], k[:n], v[:n], scale, window)] if self.packed else []
-        for index, (new, places) in enumerate(self.going_on):
+        for index, (new, places) in enumerate(self.continuing):
             keys, values = (
                 _repeat_heads(store[places.pages, :, places.offsets].transpose(0, 1)[None], q.shape[1])
                 for store in (self.cache.keys[layer], self.cache.values[layer])
@@ -190,7 +190,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Which row reads which page: parallel arrays with the tokens it reads and the position of the first of them."""
+    """Which row reads which page: parallel arrays, with the number of tokens it reads and the position of the first."""
 
     pages: NDArray[np.int64]
     rows: NDArray[np.int64]
@@ -199,7 +199,7 @@ class Reads:
 
 
 class _Part:
-    """Pages read together, up to `width` tokens of each: page i by `rows[i]`, where the row `nobody` fills up."""
+    """Pages read together, up to `width` tokens of each. `rows[i]` reads page i; the row number `nobody` is padding."""
 
     def __init__(
         self, pages: Tensor | slice, rows: Tensor, counts: Tensor, starts: Tensor, nobody: int, width: int | None = None
@@ -212,7 +212,7 @@ class _Part:
         self.starts = starts
 
     def mask(self, positions: Tensor, queries: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[pages, 1, columns × queries, width]: to be added to the scores, nothing where a row may look."""
+        """Return an additive mask, [pages, 1, columns × queries, width]: 0 where a row may look."""
         columns = torch.arange(self.width, device=positions.device)
         hidden = columns >= self.counts[..., None]
         if window is not None:
@@ -225,12 +225,13 @@ class _Part:
 
 
 class Decode:
-    """One new token for each row, attending to the pages it holds.
+    """A layout with one new token per row, which attends to the pages that the row holds.
 
-    Work goes by page, not by row: each page that a single row reads is read where it lies, and a page that several
-    rows share is read once for all of them. What a row gets from its pages, relative to its highest score, is added up.
-    The heads that share a key head are laid out as queries of it. With `whole` each row has pages of its own that
-    cover the cache in order, and shapes do not depend on what is in them. Where compiled kernels are at hand, they do it.
+    Work is organised by page, not by row: a page that a single row reads is read in place, and a page that several rows
+    share is read once for all of them. The results that a row gets from its pages, relative to its highest score, are
+    summed. The heads that share a key head are laid out as queries of it. With `whole` each row has its own pages,
+    which cover the cache in order, and shapes do not depend on their content. Compiled kernels do all this if they are
+    available.
     """
 
     def __init__(self, cache: KVCache, at: PageSlots, positions: Tensor, reads: Reads, *, whole: bool = False) -> None:
@@ -245,13 +246,13 @@ class Decode:
 
     @cached_property
     def parts(self) -> list[_Part]:
-        """Which pages are read together."""
+        """The groups of pages that are read together."""
         if self.whole:
             return [self._alone(self.reads, slice(0, len(self.cache.keys[0])), self.cache.size)]
         return self._split(self.reads)
 
     def _split(self, reads: Reads) -> list[_Part]:
-        """Pages with about as many readers together: those with fewer would otherwise have empty columns."""
+        """Group pages by similar numbers of readers, so that few columns are empty."""
         _, inverse, readers = np.unique(reads.pages, return_inverse=True, return_counts=True)
         size = np.ceil(np.log2(readers)).astype(np.int64)[inverse]
         parts = []
@@ -268,7 +269,7 @@ class Decode:
         return [torch.from_numpy(x).to(self.positions.device) for x in arrays]
 
     def _alone(self, reads: Reads, span: slice | None, width: int | None = None) -> _Part:
-        """Pages with one reader: those of a span of the cache as they lie, or gathered."""
+        """Make a part of pages with one reader: a span of the cache in place, or gathered."""
         if span is None:
             pages, rows, counts, starts = self._tensors(reads.pages, reads.rows, reads.counts, reads.starts)
             return _Part(pages, rows[:, None], counts[:, None], starts, self.rows)
@@ -280,7 +281,7 @@ class Decode:
         return _Part(span, found[0][:, None], found[1][:, None], found[2], self.rows, width)
 
     def _together(self, reads: Reads) -> _Part:
-        """Pages with several readers, each with a column."""
+        """Make a part of pages with several readers, one column each."""
         order = np.argsort(reads.pages, kind="stable")
         pages, first, readers = np.unique(reads.pages[order], return_index=True, return_counts=True)
         column = np.arange(len(order)) - np.repeat(first, readers)
@@ -292,8 +293,10 @@ class Decode:
 
     @cached_property
     def by_row(self) -> tuple[Tensor, Tensor]:
-        """Which reads are a row's, [rows, most reads of one], where any read fills up; and what to add to their heights so
-        that those which fill up weigh nothing, [rows, most reads, 1, 1]."""
+        """The reads of each row, [rows, most reads of one], padded with any read, and a mask for the padding.
+
+        The mask, [rows, most reads, 1, 1], is added to the reads' log-weights, so that padding weighs nothing.
+        """
         back = torch.cat([part.rows.flatten() for part in self.parts]).cpu().numpy()
         order = np.argsort(back, kind="stable")
         counts = np.bincount(back, minlength=self.rows + 1)
@@ -323,8 +326,10 @@ class Decode:
         return store[part.pages] if isinstance(part.pages, slice) else self.cache.gather(store, part.pages, buffer)
 
     def _read(self, layer: int, index: int, queries: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-        """What the readers of a part's pages get from each, [pages, kv heads, columns × queries, dim], and the
-        logarithm of its weight."""
+        """Return what the readers of a part's pages get from each page, and its log-weight.
+
+        The first has the shape [pages, kv heads, columns × queries, dim].
+        """
         part, (_, kv_heads, shared, dim) = self.parts[index], queries.shape
         if (index, shared, window) not in self.masks:
             self.masks[index, shared, window] = part.mask(self.positions, shared, window, queries.dtype)
@@ -338,9 +343,10 @@ class Decode:
 
 
 def weighed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention with an additive mask, and the logarithm of the sum of its weights, [rows, heads, queries], both in float32.
+    """Compute attention with an additive mask, and the log of the sum of its weights, [rows, heads, queries], both in float32.
 
-    On a CPU it is the fused kernel behind `scaled_dot_product_attention`, which knows that sum and is not asked for it.
+    On a CPU this calls the fused kernel behind `scaled_dot_product_attention` directly, because the public function
+    does not return that sum.
     """
     if q.device.type == "cpu":
         out, height = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)

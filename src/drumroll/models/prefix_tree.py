@@ -1,8 +1,8 @@
-"""Attention over a tree of tokens: what several sequences start with is computed once, and so is its gradient.
+"""Attention over a tree of tokens: a prefix that several sequences share is computed once, and so is its gradient.
 
-Tokens stand end to end as nodes of a tree, and a path is a sequence read from a root: its first `start` nodes are
-computed for other paths too. Only inside attention are paths spread over padded rows, a few tensors of similar
-widths; the keys of a shared node are gathered into every path through it, and autograd adds up what comes back.
+Tokens are laid end to end as nodes of a tree. A path is a sequence read from a root; its first `start` nodes are
+computed on other paths. Only inside attention are paths spread over padded rows, in a few tensors of similar widths.
+The keys of a shared node are gathered into every path through it, and autograd sums their gradients.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from drumroll.batch import Path
 from drumroll.models.attention import _repeat_heads, band_mask
 
 WASTE = 1.5
-"""Padded work over needed work that one call may have before another call is cheaper."""
+"""The largest ratio of padded to needed work in one call; above it, a second call is cheaper."""
 SMALL = 2**18
-"""Padded query-key pairs for which a call of their own would not pay."""
+"""The number of padded query-key pairs below which a separate call does not pay."""
 
 
 @dataclass
 class _Rows:
-    """PrefixTree of similar size, as one call of attention. Padding takes node 0 and the last place, and is not read."""
+    """Paths of similar size, as one attention call. Padding uses node 0 and the last position, and its output is never read."""
 
     queries: Tensor  # [rows, queries] nodes
     keys: Tensor  # [rows, keys] nodes
@@ -56,7 +56,7 @@ class _Rows:
         return self.masks[window]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """[rows * queries, heads, dim]"""
+        """Return [rows * queries, heads, dim]."""
         spread = [_spread(x, at) for x, at in ((q, self.queries), (k, self.keys), (v, self.keys))]
         keys, values = (_repeat_heads(x, q.shape[1]) for x in spread[1:])
         mask = self.mask(window)
@@ -65,7 +65,7 @@ class _Rows:
 
 
 class PrefixTree:
-    """A `Layout`: every node attends to the nodes before it on its path. Each node is computed on one path."""
+    """A `Layout` in which every node attends to the nodes before it on its path. Each node is computed on exactly one path."""
 
     def __init__(self, paths: Sequence[Path], device: torch.device) -> None:
         paths = [path for path in paths if path.size[0]]
@@ -84,7 +84,7 @@ class PrefixTree:
         self.place, self.position = self.place.to(device), self.position.to(device)
 
     def positions(self) -> Tensor:
-        """The position of each node in its sequence, [1, nodes]."""
+        """Return the position of each node in its sequence, [1, nodes]."""
         return self.position[None]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -92,12 +92,12 @@ class PrefixTree:
 
 
 def _spread(x: Tensor, at: Tensor) -> Tensor:
-    """[nodes, heads, dim] → [rows, heads, width, dim]; `index_select` adds up its gradient faster than indexing."""
+    """[nodes, heads, dim] → [rows, heads, width, dim]. The backward of `index_select` is faster than that of indexing."""
     return x.index_select(0, at.flatten()).view(*at.shape, *x.shape[1:]).transpose(1, 2)
 
 
 def _similar(paths: Sequence[Path]) -> list[list[Path]]:
-    """PrefixTree of similar size together, so that little is padded; those from a root apart, as they need no mask."""
+    """Group paths of similar size, to limit padding. Paths from a root form separate groups, because they need no mask."""
     found: list[list[Path]] = []
     needed = wide = long = 0
     for path in sorted(paths, key=lambda p: (p.start > 0, p.size), reverse=True):

@@ -1,7 +1,7 @@
-"""Which role runs on which devices: the pool, what each role asks for, and the layout that follows.
+"""Assigns devices to roles: the pool of devices, each role's request, and the resulting layout.
 
-Pure arithmetic on plain data, done before anything starts: no Ray, no torch, no look at the hardware. Ranges are
-parsed, never evaluated.
+Pure arithmetic on plain data, done before anything starts: no Ray, no torch, no hardware queries. Ranges are parsed,
+never evaluated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AUTO = "auto"
 
 
 class Kind(StrEnum):
-    """What computes."""
+    """The kind of a device."""
 
     CUDA = "cuda"
     CPU = "cpu"
@@ -45,7 +45,7 @@ class Device:
 
 
 DeviceSet = tuple[Device, ...]
-"""The devices of one worker, on one machine; none means that it may run anywhere."""
+"""The devices of one worker, all on one machine. An empty set means that the worker may run anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,13 @@ class DeviceRequest:
 
     @property
     def replica(self) -> int:
-        """How many devices one replica takes."""
+        """The number of devices that one replica takes."""
         return math.prod(self.parallel.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRequest:
-    """A role without devices (rewards, environments): how many workers at the start, and the bounds of scaling."""
+    """A request of a role without devices (rewards, environments): its initial number of workers and the bounds of scaling."""
 
     role: str
     workers: int
@@ -99,7 +99,7 @@ class ProcessRequest:
 
 
 class Sharing(StrEnum):
-    """How two roles stand to each other's devices."""
+    """How the devices of two roles overlap."""
 
     WHOLE = "wholly"
     PART = "partly"
@@ -108,7 +108,7 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Devices by role, in rank order; for roles without devices the node of each worker."""
+    """The devices of each role, in rank order; for roles without devices, the node of each worker."""
 
     devices: Mapping[str, tuple[Device, ...]]
     replica: Mapping[str, int]
@@ -116,7 +116,7 @@ class Layout:
     meshes: Mapping[str, Mesh] = field(default_factory=dict)  # of the roles whose devices are processes of their own
 
     def replicas(self, role: str) -> list[tuple[Device, ...]]:
-        """The role's devices, cut into replicas."""
+        """Return the role's devices, split into replicas."""
         devices, size = self.devices[role], self.replica[role]
         return [devices[i : i + size] for i in range(0, len(devices), size)]
 
@@ -125,12 +125,12 @@ class Layout:
         return [(device,) for device in self.devices[role]] if role in self.meshes else self.replicas(role)
 
     def sharing(self, one: str, other: str) -> Sharing:
-        """Whether two roles use the same devices, some of them, or none."""
+        """Return whether two roles use the same devices, some of the same, or none."""
         a, b = set(self.devices[one]), set(self.devices[other])
         return Sharing.WHOLE if a == b else Sharing.PART if a & b else Sharing.NONE
 
     def describe(self) -> str:
-        """A table for people."""
+        """Return the layout as a table for people."""
         rows = [("role", "devices", "ranks", "shares with")]
         for role, devices in self.devices.items():
             others = [(o, self.sharing(role, o)) for o in self.devices if o != role]
@@ -146,13 +146,13 @@ class Layout:
 
 
 def ranges(indices: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as 0-2,5: the inverse of `parse`."""
+    """Format [0, 1, 2, 5] as 0-2,5: the inverse of `parse`."""
     runs = [[v for _, v in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def parse(text: str, key: str, size: int) -> list[int]:
-    """The devices of a pool of this size that a range string names, in its order."""
+    """Return the device numbers that a range string names, in its order, in a pool of this size."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
@@ -171,7 +171,7 @@ def parse(text: str, key: str, size: int) -> list[int]:
 
 
 def lay_out(pool: Pool, requests: Sequence[DeviceRequest], processes: Sequence[ProcessRequest] = ()) -> Layout:
-    """Give every role its devices, or say in numbers why that cannot be. Order: ranges, then counts, then sharing."""
+    """Assign devices to every role, or explain in numbers why that is impossible. Order: ranges, then counts, then sharing."""
     assert pool.devices, "an empty pool"
     asked = {r.role: r for r in requests}
     assert len(asked) == len(requests), "a role asks twice"
@@ -197,7 +197,7 @@ def _key(role: str) -> str:
 
 
 def _counted(pool: Pool, counts: Mapping[str, int], named: Mapping[str, tuple[Device, ...]]) -> dict[str, tuple[Device, ...]]:
-    """Counts take the lowest devices that no range claims, in the order of the roles."""
+    """Assign to each count the lowest devices that no range claims, in the order of the roles."""
     for role, count in counts.items():
         if count < 1:
             raise ConfigError(
@@ -220,7 +220,7 @@ def _counted(pool: Pool, counts: Mapping[str, int], named: Mapping[str, tuple[De
 def _shared(
     request: DeviceRequest, asked: Mapping[str, DeviceRequest], anchor: str, given: Mapping[str, tuple[Device, ...]]
 ) -> str:
-    """The role whose devices this role uses in the end, following whom it shares with."""
+    """Follow the chain of sharing and return the role whose devices this role uses in the end."""
     path = [request.role]
     while (role := path[-1]) not in given:
         request = asked[role]

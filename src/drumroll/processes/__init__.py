@@ -1,1 +1,1 @@
-"""Processes and threads: killable pools, deadlines, event loops, thread counts, and the address where torch processes meet."""
+"""Processes and threads: killable pools, deadlines, event loops, thread counts, rendezvous of torch process groups."""

@@ -1,4 +1,7 @@
-"""Run time: the wall time of some processes, less the time that they waited for a core. Other work on the machine does not move it."""
+"""Measures the run time of processes: wall time minus the time spent waiting for a CPU core.
+
+Other load on the machine does not change it.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,20 @@ import time
 from collections.abc import Callable, Iterable
 
 LONGEST = 1.0
-"""Seconds that one interval between two looks counts at most: a reader who was delayed must not charge others for it."""
+"""The most seconds that one interval between two `look` calls can add.
+
+If the reader itself is delayed, the processes are not charged for it.
+"""
 
 
 class RunTime:
-    """A clock of processes that may come and go. Call `look` several times a second; it costs a few small reads.
+    """A run-time clock over a set of processes that may start and end.
 
-    The kernel counts, for each thread, how long it ran and how long it waited for a core (`schedstat`). Where it does not,
-    this is wall time. Threads that wait while others of the same processes run do not stop the clock, so that
-    a program gains nothing by starting more of them than there are cores.
+    Call `look` several times a second; each call costs a few small reads.
+
+    The kernel records for each thread how long it ran and how long it waited for a core (`schedstat`). On systems
+    without `schedstat` this clock measures wall time. A thread that waits while another thread of the same processes
+    runs does not stop the clock, so a program gains nothing by starting more threads than there are cores.
     """
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
@@ -26,7 +34,7 @@ class RunTime:
         self._slack = 0.0
 
     def look(self) -> float:
-        """Seconds since the beginning."""
+        """Update the clock and return the run time in seconds since it was created."""
         now, seen = time.monotonic(), self._read()
         before = [(new, self._seen.get(task, (0.0, 0.0))) for task, new in seen.items()]
         ran = sum(max(0.0, new[0] - old[0]) for new, old in before)
@@ -34,14 +42,15 @@ class RunTime:
         passed = now - self._at
         least, rest = min(passed, ran), passed - waited
         self.seconds += min(max(least, rest), LONGEST)
-        # The kernel counts a wait when it ends: its part before the last look was charged then, and is given back now.
+        # The kernel reports a wait only when it ends. The part before the previous `look` was charged then; give it
+        # back now.
         self.seconds -= min(self._slack, max(0.0, least - rest))
         self._slack = min(max(0.0, rest - least), LONGEST) + (0.0 if ran else self._slack)
         self._at, self._seen = now, seen
         return self.seconds
 
     def _read(self) -> dict[int, tuple[float, float]]:
-        """Of each thread, how long it ran and how long it waited."""
+        """Map each thread id to the seconds it ran and the seconds it waited for a core."""
         found = {}
         for pid in self._pids():
             with contextlib.suppress(OSError):
@@ -53,7 +62,7 @@ class RunTime:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all its living descendants."""
+    """Return the ids of a process and all its living descendants."""
     found = [pid]
     for parent in found:
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Deadlines that other work on the machine does not move, so that a verdict never depends on load.
+"""Deadlines that do not depend on the load of the machine, so that a verdict never does either.
 
-Pure computation is limited in CPU time. Whatever may sleep is limited in run time: wall time less the time spent waiting for a core.
-Far behind either is a limit of wall time: whoever exceeds only that was not given the time, which is no verdict but a failure,
-to be tried again.
+Pure computation is limited in CPU time. Code that may sleep is limited in run time: wall time minus the time spent
+waiting for a core. A generous wall-time limit stands behind both. A process that exceeds only the wall-time limit did
+not get the time it is allowed: that is a failure to retry, not a verdict.
 """
 
 from __future__ import annotations
@@ -19,40 +19,53 @@ from drumroll.processes.clock import RunTime, family
 
 T = TypeVar("T")
 TICK = 0.2
-"""Seconds between two looks at the clock."""
+"""Seconds between two readings of the clock."""
 
 
 class CpuTimeExceeded(TimeoutError):
-    """A pure computation used up its CPU time. It would do so again: it may be judged by that, and is not tried again."""
+    """A pure computation used up its CPU time.
+
+    It would do so again, so callers may count this as the result and do not retry.
+    """
 
 
 class MachineBusy(TimeoutError):
-    """A process did not get the time that it may take. Another try may end otherwise."""
+    """The machine did not give a process the time that it may take. A retry may succeed."""
 
 
 class RunTimeExceeded(TimeoutError):
-    """Processes took longer than they may, waiting for a core aside."""
+    """Processes exceeded their run time, which excludes waiting for a core."""
 
 
 class _Struck(BaseException):
-    """Raised by the timer's signal; no `except Exception` in a library stops it."""
+    """Raised by the timer's signal handler.
+
+    It derives from BaseException so that no library's `except Exception` swallows it.
+    """
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long a process may take to answer."""
+    """The time limit of one answer from a process."""
 
     seconds: float
     cpu: bool = False
-    """The process counts its own CPU time, by `cpu_limit`; here only the wall limit counts."""
+    """The process limits its own CPU time with `cpu_limit`; this side enforces only the wall-time limit."""
 
     @property
     def wall(self) -> float:
-        """The limit of wall time behind it, also for what the kernel ends a few seconds later."""
+        """The wall-time limit in seconds.
+
+        It leaves room for processes that the kernel ends a few seconds after their CPU limit.
+        """
         return max(60.0, 20.0 * self.seconds)
 
     async def wait(self, answer: Coroutine[Any, Any, T], pid: int) -> T:
-        """The answer of a process; `RunTimeExceeded` if it and its descendants take longer, `MachineBusy` past the wall limit."""
+        """Await the answer of process `pid`.
+
+        Raises `RunTimeExceeded` if the process and its descendants take longer, and `MachineBusy` past the wall-time
+        limit.
+        """
         task = asyncio.ensure_future(answer)
         clock = None if self.cpu else RunTime(lambda: family(pid))
         until, pause, late = time.monotonic() + self.wall, min(self.seconds, TICK), None
@@ -62,7 +75,8 @@ class Deadline:
                     raise late
                 spent = 0.0 if clock is None else clock.look()
                 late = self._late(spent, time.monotonic() >= until)
-                pause = TICK if late is not None else min(self.seconds - spent, TICK)  # an answer may lie in the pipe already
+                # wait once more: the answer may already be in the pipe
+                pause = TICK if late is not None else min(self.seconds - spent, TICK)
             return task.result()
         finally:
             task.cancel()
@@ -77,7 +91,10 @@ class Deadline:
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise `CpuTimeExceeded` once this process has used so much CPU time in the block. Main thread only; blocks may nest."""
+    """Raise `CpuTimeExceeded` once this process has used this much CPU time inside the block.
+
+    Main thread only; blocks may nest.
+    """
 
     def strike(*_: Any) -> None:
         raise _Struck

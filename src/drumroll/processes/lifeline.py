@@ -1,13 +1,14 @@
-"""Ends the processes that this one starts when this one is gone, even by SIGKILL.
+"""Kills the processes that this process starts when this process ends, even by SIGKILL.
 
-`guard` hands a process to the *guardian*, a small process beside this one, which kills it when this one ends. A process that leads
-a process group takes the group with it: everything it started. The guardian runs no code of a user, so nothing can block it. A
-parent-death signal (`PR_SET_PDEATHSIG`) does less: it follows the thread that started a process, and misses grandchildren.
+`guard` registers a process with the *guardian*, a small process that outlives this one just long enough to kill it. If
+the registered process leads a process group, the guardian kills the whole group, which includes everything the process
+started. The guardian runs no user code, so nothing can block it. A parent-death signal (`PR_SET_PDEATHSIG`) is weaker:
+it follows the thread that started a process, and misses grandchildren.
 
 `guarded` wraps the command of a program that another library starts.
 
-This file also runs as a program, by its path: it imports the standard library only. Programs that end within seconds by
-themselves (a compiler, a probe) need no guard.
+This file also runs as a program, by its path, so it imports only the standard library. Programs that end by themselves
+within seconds (a compiler, a probe) need no guard.
 """
 
 from __future__ import annotations
@@ -22,39 +23,42 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 SIZE = 8
-"""Bytes of a process id on its way to the guardian."""
+"""Bytes that encode a process id in the pipe to the guardian."""
 LOOK_SECONDS = 1.0
-"""How often to look for the owner where the system cannot report the end of a process."""
+"""Seconds between checks of the owner on systems that cannot report the end of a process."""
 
 _lock = threading.Lock()
-_guardian: tuple[int, int] | None = None  # whose it is, and the pipe to it
+_guardian: tuple[int, int] | None = None  # the id of the process that started the guardian, and the write end of its pipe
 
 
 def guard(pid: int) -> None:
-    """Kill a process when this one ends, and the process group that it leads when either ends."""
+    """Kill process `pid` when this process ends. If it leads a process group, kill the group when either process ends."""
     global _guardian
     with _lock:
         for _ in range(2):
-            if _guardian is None or _guardian[0] != os.getpid():  # a forked process has its own
+            if _guardian is None or _guardian[0] != os.getpid():  # a forked process needs its own guardian
                 _guardian = os.getpid(), _start_guardian()
             try:
                 os.write(_guardian[1], pid.to_bytes(SIZE, "little"))
                 return
-            except BrokenPipeError:  # the guardian was killed: start another
+            except BrokenPipeError:  # the guardian was killed: start a new one
                 os.close(_guardian[1])
                 _guardian = None
 
 
 def guarded(command: Sequence[str]) -> list[str]:
-    """A command that runs `command` and kills its process group, which must be its own, when this process ends."""
+    """Return a command that runs `command` and kills its process group when this process ends.
+
+    The command must lead its own group.
+    """
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def _start_guardian() -> int:
-    """Start the guardian; the pipe to it tells it of this process's end."""
+    """Start the guardian and return the write end of its pipe, which closes when this process ends."""
     reader, writer = os.pipe()
     quiet = subprocess.DEVNULL
-    try:  # in a session of its own: Ctrl-C is not meant for it
+    try:  # in a new session, so that Ctrl-C does not reach it
         subprocess.run(guarded([]), stdin=reader, stdout=quiet, stderr=quiet, cwd="/", start_new_session=True, check=True)
     finally:
         os.close(reader)
@@ -65,7 +69,10 @@ def _start_guardian() -> int:
 
 
 def _watch(poll: select.poll, pid: int) -> int | None:
-    """Have a process's end reported; None where the system cannot. A process that is gone already raises."""
+    """Register for the end of a process and return its handle, or None if the system cannot report it.
+
+    Raises ProcessLookupError if it is gone.
+    """
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -77,11 +84,11 @@ def _watch(poll: select.poll, pid: int) -> int | None:
 
 
 def _be_guardian(owner: int) -> None:
-    """Kill a process's group when it ends, and all processes and groups when the owner ends or closes the pipe."""
+    """Kill a process's group when that process ends, and all processes and groups when the owner ends or closes the pipe."""
     if os.fork():
-        os._exit(0)  # as nobody's child: a runtime that ends its workers' children must not end it before them
+        os._exit(0)  # detach from the owner: a runtime that kills its workers' children must not kill the guardian first
     poll = select.poll()
-    with suppress(ProcessLookupError):  # the pipe tells that too
+    with suppress(ProcessLookupError):  # the closed pipe reports that too
         _watch(poll, owner)
     poll.register(0, select.POLLIN)
     os.set_blocking(0, False)
@@ -96,7 +103,7 @@ def _be_guardian(owner: int) -> None:
                 _kill_group(watched.pop(fd))
             else:
                 ended |= _read(poll, watched, unwatched) or fd != 0
-        for pid in filter(_gone, list(unwatched)):  # before its number is another's
+        for pid in filter(_gone, list(unwatched)):  # before the system reuses the id
             unwatched.discard(pid)
             _kill_group(pid)
     for pid in (*watched.values(), *unwatched):
@@ -106,10 +113,10 @@ def _be_guardian(owner: int) -> None:
 
 
 def _read(poll: select.poll, watched: dict[int, int], unwatched: set[int]) -> bool:
-    """Take all process ids from the pipe; true when it is closed."""
+    """Read all process ids from the pipe; return True when the pipe is closed."""
     with suppress(BlockingIOError):
-        while said := os.read(0, SIZE):
-            pid = int.from_bytes(said, "little")
+        while data := os.read(0, SIZE):
+            pid = int.from_bytes(data, "little")
             try:
                 handle = _watch(poll, pid)
             except ProcessLookupError:
@@ -139,16 +146,16 @@ def _kill_group(leader: int) -> None:
 
 
 def _run(owner: int, command: Sequence[str]) -> int:
-    """Run a program until it ends, or kill the group when the owner does."""
+    """Run a program until it ends; kill the process group if the owner ends first."""
     try:
         program = subprocess.Popen(command)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to the group: the program decides
+        signal.signal(number, signal.SIG_IGN)  # these go to the whole group; the program decides how to react
     for fd in (0, 1):
-        os.close(fd)  # the program's own
+        os.close(fd)  # only the program uses these
     poll = select.poll()
     handles = [_watch(poll, program.pid)]
     with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for coroutines of the user: environments and agents."""
+"""An event loop in a separate thread that runs the user's coroutines: environments and agents."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from drumroll.processes.pool import RemoteError
 
 T = TypeVar("T")
 PATIENCE = 2.0
-"""Seconds in which a loop that is not blocked answers."""
+"""Seconds within which an unblocked loop responds."""
 
 
 class Loop:
-    """Runs coroutines elsewhere; to wait for one, or to give it up, is as if it ran here. A loop that one blocks is left behind."""
+    """Runs coroutines on another thread's event loop. Awaiting or cancelling one works as if it ran on the caller's loop.
+
+    A coroutine that blocks the loop makes `check` abandon the loop; the next coroutine starts a new one.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -25,18 +28,21 @@ class Loop:
         self._thread: threading.Thread | None = None
 
     async def run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What the coroutine returns or raises; it is made in the thread that runs it."""
+        """Run the coroutine that `make` creates, and return or raise its result. `make` is called on the loop's thread."""
 
         async def made() -> T:
             try:
                 return await make()
-            except SystemExit as error:  # it would end the loop
+            except SystemExit as error:  # SystemExit would end the loop
                 raise RemoteError("SystemExit", str(error), user_frames(error)) from None
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(made(), self._running()))
 
     async def run_within(self, seconds: float, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The same for a coroutine that keeps a deadline itself, unless it blocks."""
+        """Like `run`, for a coroutine that enforces its own deadline of `seconds`.
+
+        Raises TimeoutError if it blocks past that.
+        """
         try:
             async with asyncio.timeout(seconds + PATIENCE):
                 return await self.run(make)
@@ -45,7 +51,7 @@ class Loop:
             raise
 
     async def check(self) -> None:
-        """Leave a loop behind that does not answer: whatever blocks it would block all that come."""
+        """Abandon the loop if it does not respond: a blocked loop would block every later coroutine."""
         loop = self._loop
         with suppress(RuntimeError, TimeoutError):
             await asyncio.wait_for(self.run(lambda: asyncio.sleep(0)), PATIENCE)
@@ -54,10 +60,10 @@ class Loop:
             self._loop = self._thread = None
 
     async def ending(self) -> None:
-        """In the loop's thread, when all that ran is over."""
+        """Hook for subclasses: runs on the loop's thread after all coroutines have ended."""
 
     async def close(self) -> None:
-        """Cancel what runs, and end the thread unless it is blocked."""
+        """Cancel the running coroutines and end the thread, unless it is blocked."""
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return

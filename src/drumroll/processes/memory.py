@@ -1,4 +1,4 @@
-"""How much memory this process needed at most since it was last asked."""
+"""Peak memory of this process since the last measurement."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def peak_gb() -> float:
-    """The peak since the last call, host and GPU together, in GB; 0 where the system does not tell."""
+    """Return the peak memory since the last call, host plus GPU, in GB; 0 if the system does not report it."""
     host = 0
     with suppress(OSError, ValueError, StopIteration):
         status = Path("/proc/self/status").read_text()
         host = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
-        Path("/proc/self/clear_refs").write_text("5")  # the next peak is measured from here
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     gpu, torch = 0, sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         gpu = torch.cuda.max_memory_allocated()

@@ -1,12 +1,12 @@
-"""A pool of processes for functions that may hang or crash: a call past its deadline costs one process, never the run.
+"""A pool of worker processes for functions that may hang or crash: a call past its deadline costs one process, never the run.
 
 Workers are fresh interpreters that import the function by its path, so they share nothing with the run: no torch, no
-locks, no open files. They are started when first needed and replaced when they die. Functions run on a worker's main
-thread, where signals work. Importing a function is not billed to the call that needs it first. A worker leads a process
-group of its own, which is killed with it: processes that a function forked hold up nobody.
+locks, no open files. The pool starts them on demand and replaces them when they die. A function runs on its worker's
+main thread, where signals work. The time to import a function does not count against the first call. Each worker leads
+its own process group, and the pool kills the whole group, so processes that a function forks cannot hold anything up.
 
-A worker is given one call at a time, and callers wait their turn in order: what is in flight is bounded by the pool's
-size, and what waits by those who call, because nothing is pickled before its turn.
+A worker handles one call at a time, and callers are served in order. The pool pickles a call's arguments only when a
+worker is free, so the memory of calls in flight is bounded by the size of the pool.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ from drumroll.processes.deadline import CpuTimeExceeded, Deadline, MachineBusy, 
 HEADER = 8
 IDLE_SECONDS = 60.0
 IMPORT_SECONDS = 300.0
-"""How long importing a function may take."""
+"""Seconds that the import of a function may take."""
 
 
 class WorkerDied(RuntimeError):
-    """The process ended in the middle of a call."""
+    """The worker process ended in the middle of a call."""
 
 
 class RemoteError(Exception):
-    """The function raised; `kind` is the exception's name, `frames` are those of the user's code in its traceback."""
+    """The function raised.
+
+    `kind` is the name of the exception, `frames` the traceback frames that belong to the user's code.
+    """
 
     def __init__(self, kind: str, text: str, frames: str = "") -> None:
         super().__init__(kind, text, frames)
@@ -54,7 +57,7 @@ class RemoteError(Exception):
 
 @dataclass
 class _Worker:
-    """A process, the functions it has imported, and since when it has had nothing to do."""
+    """A worker process, the functions it has imported, and the time since which it has been idle."""
 
     process: asyncio.subprocess.Process
     knows: set[str] = field(default_factory=set)
@@ -62,10 +65,10 @@ class _Worker:
 
 
 class KillablePool:
-    """Runs `module:function` calls in up to `size` processes, each call with a deadline of its own.
+    """Runs `module:function` calls in up to `size` processes, each call with its own deadline.
 
-    It scales by load: a process is started when all others are busy, and ended when it has had nothing to do for a while.
-    `struck` counts the deadlines that passed, by their clock: `cpu` or `wall`.
+    The pool scales with load: it starts a process when all others are busy, and ends one that has been idle for a
+    while. `struck` counts the deadlines that passed, by clock: `cpu` or `wall`.
     """
 
     def __init__(self, size: int, search: list[str] | None = None, struck: Counter[str] | None = None) -> None:
@@ -73,15 +76,16 @@ class KillablePool:
         self.restarts = 0
         self.struck = Counter() if struck is None else struck
         self._search = search
-        self._idle: list[_Worker] = []  # the longest idle first
+        self._idle: list[_Worker] = []  # longest idle first
         self._reaping: set[asyncio.Task[None]] = set()
-        self._places = asyncio.Semaphore(size)
+        self._slots = asyncio.Semaphore(size)
 
     async def call(self, path: str, arguments: dict[str, Any], seconds: float, cpu: bool = False) -> Any:
-        """The function's result. The deadline counts from when a worker has the function.
+        """Call the function and return its result. The deadline counts from the moment a worker has imported the function.
 
-        It is in run time: past it a `TimeoutError` is raised. A pure computation (`cpu`) is limited in CPU time instead: past it a
-        `CpuTimeExceeded` is raised. `MachineBusy` is raised when the machine does not give a process that time.
+        The deadline is in run time; past it the call raises `TimeoutError`. With `cpu`, for pure computation, it is in
+        CPU time; past it the call raises `CpuTimeExceeded`. `MachineBusy` means that the machine did not give the
+        process that much time.
         """
         try:
             return await self._call(path, arguments, Deadline(seconds, cpu))
@@ -90,7 +94,7 @@ class KillablePool:
             raise
 
     async def _call(self, path: str, arguments: dict[str, Any], deadline: Deadline) -> Any:
-        async with self._places:
+        async with self._slots:
             worker = self._take(path) or await self._start()
             try:
                 ok: bool = True
@@ -116,7 +120,7 @@ class KillablePool:
         return value
 
     def _take(self, path: str) -> _Worker | None:
-        """An idle worker, best one that knows the function; those that died meanwhile are forgotten."""
+        """Return an idle worker, preferring one that has imported the function. Discard workers that have died."""
         for dead in [w for w in self._idle if w.process.returncode is not None]:
             self._idle.remove(dead)
             self._reap(dead)
@@ -163,15 +167,15 @@ class KillablePool:
 
 
 async def _end(worker: asyncio.subprocess.Process) -> None:
-    """Kill a process with its group and wait until it and its pipes are gone."""
-    with suppress(ProcessLookupError, PermissionError):  # which some systems raise for a group of zombies
+    """Kill a process and its group, then wait until the process and its pipes are gone."""
+    with suppress(ProcessLookupError, PermissionError):  # some systems raise PermissionError for a group of zombies
         os.killpg(worker.pid, signal.SIGKILL)
     with suppress(ConnectionError):
         await worker.communicate()
 
 
 async def _talk(process: asyncio.subprocess.Process, job: Any) -> Any:
-    """Give a worker a job and read its answer."""
+    """Send a worker one job and return its answer."""
     assert process.stdin is not None
     assert process.stdout is not None
     _write(process.stdin, job)
@@ -187,12 +191,16 @@ def _write(stream: asyncio.StreamWriter, value: Any) -> None:
 
 @contextmanager
 def _computing(seconds: float | None) -> Iterator[None]:
-    """Limit the block's CPU time: Python code is interrupted; C code that does not return ends by SIGXCPU some seconds later."""
+    """Limit the CPU time of the block.
+
+    A signal interrupts Python code; SIGXCPU ends C code that does not return, some seconds later.
+    """
     if seconds is None:
         yield
         return
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    last = math.ceil(1.05 * time.process_time() + seconds) + 2  # the kernel counts a whole life in ticks, so by a few percent
+    # the kernel counts a process's whole life in ticks, so it is off by a few percent
+    last = math.ceil(1.05 * time.process_time() + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (last if hard == resource.RLIM_INFINITY else min(last, hard), hard))
     try:
         with cpu_limit(seconds):
@@ -202,7 +210,10 @@ def _computing(seconds: float | None) -> Iterator[None]:
 
 
 def serve() -> None:
-    """A worker's life: read a call, run it, answer; until the pipe closes. The user's prints go to standard error."""
+    """Serve calls in a worker process: read one, run it, answer, until the pipe closes.
+
+    What user code prints goes to standard error.
+    """
     from drumroll.errors import user_frames
     from drumroll.registry import import_path
 

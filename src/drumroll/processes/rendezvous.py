@@ -1,7 +1,7 @@
-"""Where processes meet for torch's collectives, and the address of each: stores, gloo and NCCL use one address of a machine, never a guess.
+"""Rendezvous of torch process groups: stores, gloo and NCCL all use one known address per machine, never a guess.
 
-The runtime knows the address of every machine (`RayRuntime.host_of`) and tells each process its own. A store on loopback
-joins processes of one machine; gloo then listens there too.
+The runtime knows the address of every machine (`RayRuntime.host_of`) and passes each process its own. A store on
+loopback joins processes of one machine; gloo then listens on loopback too.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from drumroll.errors import ConfigError, DrumrollError
 
 LOOPBACK = "127.0.0.1"
 GLOO = "gloo_at_address"
-"""The name under which torch's default group is gloo at an address of our choice; torch's own `gloo` resolves the host name."""
+"""Backend name of gloo bound to an address that we choose; torch's own `gloo` resolves the host name."""
 SHOWN = 4
-"""Peers named in an error."""
+"""The most peers that an error message names."""
 ADVICE = "Check the network between these machines, or name the one that joins them in cluster.interface."
 
 
 class MeetingError(DrumrollError, RuntimeError):
-    """Processes that cannot form a group."""
+    """Processes cannot form a process group."""
 
 
 def open_store(host: str, port: int = 0, seconds: float = 300.0) -> dist.TCPStore:
-    """A store at this address; with port 0 the system picks one."""
+    """Open a TCP store at this address; with port 0 the system picks a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=1024)
     found = int(listener.getsockname()[1])
@@ -40,7 +40,7 @@ def open_store(host: str, port: int = 0, seconds: float = 300.0) -> dist.TCPStor
 
 
 def find_store(host: str, port: int, seconds: float, address: str = LOOPBACK) -> dist.TCPStore:
-    """The store that another process has opened, seen from the machine at `address`."""
+    """Connect to the store that another process has opened. `address` is this machine's address, for the error message."""
     try:
         return dist.TCPStore(host, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
     except RuntimeError as error:
@@ -51,7 +51,10 @@ def find_store(host: str, port: int, seconds: float, address: str = LOOPBACK) ->
 
 @contextmanager
 def meeting(store: Any, rank: int, size: int, address: str, seconds: float) -> Generator[None]:
-    """Announce this process's address to its peers; a group that fails inside is one sentence with the addresses."""
+    """Announce this process's address to its peers.
+
+    If forming the group fails inside the block, raise one sentence that names the addresses.
+    """
     keys = [f"address/{peer}" for peer in range(size)]
     try:
         store.set(keys[rank], address)
@@ -60,7 +63,7 @@ def meeting(store: Any, rank: int, size: int, address: str, seconds: float) -> G
         peers = list[str]()
         for peer in (p for p in range(size) if p != rank):
             found = "of unknown address"
-            with suppress(RuntimeError):  # of a store that is gone
+            with suppress(RuntimeError):  # the store may be gone
                 found = f"at {store.get(keys[peer]).decode()}" if store.check([keys[peer]]) else "that never came"
             peers.append(f"rank {peer} {found}")
         more = f" and {len(peers) - SHOWN} more" if len(peers) > SHOWN else ""
@@ -69,13 +72,13 @@ def meeting(store: Any, rank: int, size: int, address: str, seconds: float) -> G
 
 
 def _short(error: Exception) -> str:
-    """The first line of what torch says, without its stack."""
+    """Return the first line of torch's message, without its stack."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return line[:300].rstrip(".")
 
 
 def gloo_options(host: str, address: str, seconds: float) -> Any:
-    """Options of a gloo group that meets at the store on `host`: it listens at our address, or beside a store on loopback there."""
+    """Return options for a gloo group with its store on `host`. Gloo listens on `address`, or on loopback if the store does."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=LOOPBACK if host == LOOPBACK else address)]
@@ -84,15 +87,15 @@ def gloo_options(host: str, address: str, seconds: float) -> Any:
 
 
 def gloo_group(store: Any, rank: int, size: int, options: Any) -> Any:
-    """A gloo group of its own; waits until all are there."""
+    """Make a gloo group apart from torch's default group; waits until all ranks have joined."""
     gloo: Any = dist.ProcessGroupGloo
     return gloo(store, rank, size, options)
 
 
 def register_gloo() -> str:
-    """Make gloo at a chosen address a backend of `dist.init_process_group`, whose `pg_options` are `gloo_options`.
+    """Register gloo at a chosen address as a backend of `dist.init_process_group`, which takes `gloo_options` as `pg_options`.
 
-    The options say how long the peers may take to meet, `timeout` how long a collective may take.
+    The options limit how long the peers may take to join, `timeout` how long a collective may take.
     """
 
     def make(group: Any, options: Any) -> Any:
@@ -105,27 +108,30 @@ def register_gloo() -> str:
 
 
 def steer_nccl(address: str) -> None:
-    """Bind NCCL to the interface with this address, unless NCCL_SOCKET_IFNAME is set. Before the first group of a process."""
+    """Bind NCCL to the interface with this address, unless NCCL_SOCKET_IFNAME is set.
+
+    Call before the process makes its first group.
+    """
     name = next((name for name, own in interfaces().items() if own == address), None)
     if name is not None and address != LOOPBACK:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def interfaces() -> dict[str, str]:
-    """The first IPv4 address of each network interface of this machine (Linux)."""
+    """Map each network interface of this machine to its first IPv4 address (Linux)."""
     import fcntl
 
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # no address
+            with suppress(OSError):  # the interface has no address
                 answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
                 found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 
 def address_of(interface: str) -> str:
-    """The address of a network interface of this machine."""
+    """Return the address of a network interface of this machine."""
     known = interfaces()
     if interface not in known:
         have = ", ".join(f"{name} ({address})" for name, address in known.items())

@@ -1,8 +1,8 @@
-"""Who computes with how many threads.
+"""Shares the CPU cores among the threads of this process that compute.
 
-OpenMP gives every thread that computes a team of its own, and when the teams together outnumber the cores, each stops
-spinning: a small operation then takes a hundred microseconds instead of ten, even if all other teams sleep. So whoever
-computes does it on a thread that ends with its work, and those who compute at the same time share the cores.
+OpenMP gives every computing thread its own team of threads. When the teams together outnumber the cores, OpenMP stops
+spinning, and a small operation takes a hundred microseconds instead of ten, even if all other teams sleep. So
+computation runs on threads that end when their work does, and threads that compute at the same time share the cores.
 """
 
 from __future__ import annotations
@@ -17,26 +17,30 @@ from typing import Any
 import torch
 
 LINGER = 0.02
-"""Seconds that a thread without work waits for more before it ends."""
+"""Seconds that an idle thread waits for more work before it ends."""
 
 
 class Cores:
-    """The cores of this process. With `fixed` everyone takes all of them: the last digits depend on how many there are."""
+    """The cores of this process.
+
+    With `fixed` every computing thread uses all cores, because the last digits of a result depend on the number of
+    threads.
+    """
 
     def __init__(self) -> None:
-        self.total = self.default = torch.get_num_threads()  # a core each, unless OMP_NUM_THREADS says otherwise
+        self.total = self.default = torch.get_num_threads()  # one per core, unless OMP_NUM_THREADS says otherwise
         self.fixed = False
         self._working = 0
         self._lock = threading.Lock()
 
     def configure(self, total: int = 0, *, fixed: bool = False) -> None:
-        """How many there are, 0 is the default; the calling thread, which only directs, gets one."""
+        """Set the number of cores (0: the default). The calling thread, which only coordinates, gets one."""
         self.total, self.fixed = total or self.default, fixed
         torch.set_num_threads(1)
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Within the block the calling thread computes."""
+        """Mark the calling thread as computing inside the block, and give it its share of the cores."""
         with self._lock:
             self._working += 1
         torch.set_num_threads(self.share())
@@ -48,7 +52,7 @@ class Cores:
 
     @contextmanager
     def rest(self) -> Iterator[None]:
-        """Within the block the calling thread, which is at work, waits: its cores are others' meanwhile."""
+        """Mark a computing thread as waiting inside the block, so that others may use its cores."""
         with self._lock:
             self._working -= 1
         try:
@@ -58,11 +62,11 @@ class Cores:
                 self._working += 1
 
     def share(self) -> int:
-        """Threads for one of those at work."""
+        """Return the number of threads for one of the computing threads."""
         return self.total if self.fixed else max(1, self.total // max(1, self._working))
 
     def adjust(self) -> None:
-        """Take this thread's share as it is now; called between two pieces of work."""
+        """Apply the current share to the calling thread; call it between two pieces of work."""
         if torch.get_num_threads() != self.share():
             torch.set_num_threads(self.share())
 
@@ -71,7 +75,7 @@ CORES = Cores()
 
 
 class SerialExecutor:
-    """Runs functions one after the other on a thread that ends when there are none."""
+    """Runs functions one after the other on a thread that ends when no work is left."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -80,7 +84,7 @@ class SerialExecutor:
         self._running = False
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        """The function's result, in time."""
+        """Queue a function and return the future of its result."""
         future: Future[Any] = Future()
         with self._some:
             self._jobs.append((function, future))
@@ -106,7 +110,7 @@ class SerialExecutor:
             try:
                 with CORES.work():
                     result = function()
-            except BaseException as error:  # it is raised at whoever waits
+            except BaseException as error:  # the caller that awaits the future sees the error
                 future.set_exception(error)
             else:
                 future.set_result(result)

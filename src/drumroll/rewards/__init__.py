@@ -1,11 +1,11 @@
-"""Rewards: the user's functions, bound to columns by name, routed by domain.
+"""Rewards: the user's functions, bound to columns by name and routed by domain.
 
-The user's form is `def correct(completion, answer) -> float | None`, sync or async. `completion` is the text the
+The user writes `def correct(completion, answer) -> float | None`, sync or async. `completion` is the text that the
 model wrote, `prompt` the row's prompt, `sample` the whole sample; any other argument is a column of the row. `None`
-means "not applicable". An exception, a NaN or a non-number is that sample's failure, shown with its text.
+means "not applicable". An exception, a NaN or a non-number is that sample's failure and is shown with its text.
 
-A coroutine may ask for `judge` (a question to the judge), `reward_model` (its score), `sandbox` (programs run apart) and
-`processes` (a function run where it can be killed).
+A coroutine may also take `judge` (asks the judge a question), `reward_model` (returns its score), `sandbox` (runs
+untrusted programs) and `processes` (runs a function in a process that can be killed).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from drumroll.sandbox import Sandbox, open_sandbox
 
 RewardFunction = Callable[..., Any]
 Ask = Callable[[str], Awaitable[str]]
-"""A question to the judge, and its answer."""
+"""Sends a question to the judge and returns its answer."""
 Rate = Callable[[Any, str], Awaitable[float]]
-"""A prompt and a completion to the reward model, and its score."""
+"""Sends a prompt and a completion to the reward model and returns its score."""
 
 
 class Pool(Protocol):
-    """Runs `module:function` calls, each with a deadline of its own; `struck` counts those that passed."""
+    """Runs `module:function` calls, each with its own deadline; `struck` counts the deadlines that passed."""
 
     struck: Counter[str]
 
@@ -47,13 +47,13 @@ class Pool(Protocol):
 
 
 class Meter:
-    """A reward's deadline. It stands still while the reward waits for others, whose deadlines are their own."""
+    """The deadline of one reward call. It stops while the reward waits for a service, which has its own deadline."""
 
     def __init__(self, clock: asyncio.Timeout, seconds: float) -> None:
         self._clock, self._seconds, self._waiting = clock, seconds, 0
 
     def unbilled(self, service: Any) -> Any:
-        """The same service, not billed to who asks."""
+        """Wrap a service so that waiting for it does not count against the reward's deadline."""
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             self._waiting += 1
@@ -69,29 +69,31 @@ class Meter:
 
 
 class Processes:
-    """The pool as one call of a reward sees it: what may hang runs there, on the main thread of a process of its own."""
+    """The process pool as a reward sees it: runs code that may hang on the main thread of a separate process."""
 
     def __init__(self, pool: Pool, seconds: float, meter: Meter) -> None:
         self._call, self._seconds = meter.unbilled(pool.call), seconds
 
     async def run(self, path: str, arguments: dict[str, Any], at_most: float | None = None, cpu: bool = False) -> Any:
-        """The result of `module:function`, or `TimeoutError`. Waiting for a free process is not billed to the reward.
+        """Run `module:function` and return its result, or raise `TimeoutError`.
 
-        With `cpu` the seconds are CPU time, for functions that only compute: `CpuTimeExceeded` says that one used them up.
+        Waiting for a free process does not count against the reward.
+
+        With `cpu` the limit is in CPU time, for functions that only compute: past it the call raises `CpuTimeExceeded`.
         """
         return await self._call(path, arguments, min(self._seconds, at_most or self._seconds), cpu)
 
 
 REWARDS: Registry[RewardFunction] = Registry("reward")
 TRIALS = 4
-"""Samples on which a reward is tried before it has returned for any."""
+"""The number of samples on which a reward is tried until it has returned once."""
 SERVICES = ("judge", "reward_model", "sandbox", "processes")
 GIVEN = ("completion", "prompt", "sample", *SERVICES)
 BUILT_IN = (
     *("text", "maths", "choice", "patterns", "structured", "instructions"),
     *("code", "judge", "model", "reasoning"),
 )
-"""The modules that register our own; what they need beyond the standard library they import when it is used."""
+"""The modules that register the built-in rewards. They import third-party packages only when a reward is used."""
 
 
 class BadReward(ValueError):
@@ -100,7 +102,7 @@ class BadReward(ValueError):
 
 @dataclass(frozen=True)
 class Reward:
-    """A function bound to its arguments."""
+    """A reward function bound to its arguments."""
 
     name: str
     weight: float
@@ -113,7 +115,7 @@ class Reward:
 
     @classmethod
     def bind(cls, config: RewardConfig) -> Reward:
-        """Look the function up and read its signature."""
+        """Look up the function and read its signature."""
         function = REWARDS.get(config.use)
         traits = REWARDS.traits(config.use)
         module, extra = traits.get("requires", (None, ""))
@@ -147,18 +149,21 @@ class Reward:
 
     @property
     def columns(self) -> list[str]:
-        """Columns a row must have."""
+        """The columns that a row must have."""
         return [a for a in self.arguments if a not in GIVEN and a not in self.optional]
 
     def inputs(self, sample: Sample, **services: Any) -> dict[str, Any]:
-        """The function's keyword arguments for one sample."""
+        """Return the function's keyword arguments for one sample."""
         given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample, **services}
         row = sample.prompt.columns
         found = {a: given[a] if a in given else row[a] for a in self.arguments if a in given or a in row}
         return {**found, **self.fixed}
 
     async def __call__(self, sample: Sample, pool: Pool, seconds: float, services: Mapping[str, Any]) -> float | None:
-        """Built-ins and coroutines run here; other functions of the user in a process that can be killed."""
+        """Compute the reward.
+
+        Built-ins and coroutines run here; the user's other functions run in a process that can be killed.
+        """
         if inspect.iscoroutinefunction(self.function):
             async with asyncio.timeout(None if self.keeps_time else seconds) as clock:
                 meter = Meter(clock, seconds)
@@ -173,14 +178,14 @@ class Reward:
 
 
 def _path(use: str, function: RewardFunction) -> str | None:
-    """Where a process of its own finds the function; None for a built-in, unless it declares itself `isolated`."""
+    """Return the import path for a separate process; None for a built-in, unless it declares the trait `isolated`."""
     if use not in REWARDS.parts:
         return use
     return f"{function.__module__}:{function.__name__}" if REWARDS.traits(use).get("isolated") else None
 
 
 def check_value(name: str, value: Any) -> float | None:
-    """A finite number or None; anything else is the function's fault and says so."""
+    """Return a finite number or None; raise `BadReward` for anything else."""
     if value is None:
         return None
     if not isinstance(value, int | float) and hasattr(value, "item"):
@@ -193,7 +198,10 @@ def check_value(name: str, value: Any) -> float | None:
 
 
 class Trial:
-    """The first calls of a reward. Until one has returned, only a few run; if all of these are late, no others follow."""
+    """The first calls of a reward.
+
+    Until one has returned, only a few run; if all of those time out, the reward is not called again.
+    """
 
     def __init__(self) -> None:
         self.returned = False
@@ -203,18 +211,18 @@ class Trial:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the reward was late for every sample of the trial."""
+        """Whether the reward timed out for every sample of the trial."""
         return not self.returned and self.late >= TRIALS
 
     async def admit(self) -> bool:
-        """Wait until another call may be made; False if there will be none."""
+        """Wait until another call may start; return False if none will."""
         while not self.returned and not self.hopeless and self._running + self.late >= TRIALS:
             await self._changed.wait()
         return not self.hopeless
 
     @contextmanager
     def watched(self) -> Generator[None]:
-        """Count a call by how it ends; one that is cancelled does not count."""
+        """Count a call by its outcome; a cancelled call does not count."""
         self._running += 1
         try:
             yield
@@ -222,7 +230,7 @@ class Trial:
         except CpuTimeExceeded:  # the sample's text is to blame, not the function
             self.returned = True
             raise
-        except MachineBusy:  # nobody is to blame
+        except MachineBusy:  # neither the sample nor the function is to blame
             raise
         except TimeoutError:
             self.late += 1
@@ -237,7 +245,7 @@ class Trial:
 
 
 class Rewards:
-    """The rewards of each domain, bound to their functions; scores nothing."""
+    """The rewards of each domain, bound to their functions. It does not score; see `Scorer`."""
 
     def __init__(self, by_domain: Mapping[str, Sequence[RewardConfig]]) -> None:
         for name in BUILT_IN:
@@ -245,11 +253,11 @@ class Rewards:
         self._rewards = {domain: [Reward.bind(c) for c in configs] for domain, configs in by_domain.items()}
 
     def _asking(self, service: str) -> list[str]:
-        """The rewards that take a service."""
+        """Return the names of the rewards that take a service."""
         return [r.name for rewards in self._rewards.values() for r in rewards if service in r.arguments]
 
     def check_roles(self, **roles: Any) -> None:
-        """Refuse a reward that asks a model of a role that is None."""
+        """Raise a ConfigError if a reward takes a role's model and that role is None."""
         for role, there in roles.items():
             if there is None and (asking := self._asking(role)):
                 raise ConfigError(
@@ -258,7 +266,7 @@ class Rewards:
                 )
 
     def rewards(self, domain: str, *, played: bool = False) -> list[Reward]:
-        """The rewards of a domain, or those for all. One that is `played` in an environment needs no others."""
+        """Return the rewards of a domain, or those of all domains. A domain `played` in an environment needs none."""
         found = self._rewards.get(domain) or self._rewards.get(ALL_DOMAINS)
         if not found:
             if played:
@@ -267,7 +275,7 @@ class Rewards:
         return found
 
     def required_columns(self, domain: str, *, played: bool = False) -> list[tuple[str, str]]:
-        """(column, reward that asks for it) of a domain's rows."""
+        """Return (column, reward that needs it) for the rows of a domain."""
         return [(column, f"reward '{r.name}'") for r in self.rewards(domain, played=played) for column in r.columns]
 
 
@@ -287,7 +295,7 @@ class Scorer(Rewards):
         super().__init__(by_domain)
         self.timeout = timeout
         self.notify = notify
-        self._trials: dict[int, Trial] = {}  # by reward
+        self._trials: dict[int, Trial] = {}  # keyed by id(reward)
         self.pool = pool or KillablePool(2)
         self.check_roles(judge=judge, reward_model=reward_model)
         self.sandbox: Sandbox | None = (
@@ -296,7 +304,7 @@ class Scorer(Rewards):
         self._services = {"judge": judge, "reward_model": reward_model, "sandbox": self.sandbox}
 
     async def score(self, sample: Sample) -> None:
-        """Fill in the sample's reward, or its failure. What an environment gave counts in full."""
+        """Set the sample's reward, or its failure. The reward of an environment counts in full."""
         played = ENVIRONMENT in sample.rewards
         total, applicable = sample.rewards.get(ENVIRONMENT, 0.0), played
         for reward in self.rewards(sample.prompt.domain, played=played):
@@ -317,7 +325,7 @@ class Scorer(Rewards):
             sample.failure = Failure("NotApplicable", "rewards", "every reward returned None")
 
     async def _call(self, reward: Reward, sample: Sample) -> float | None:
-        """Call a reward, unless it has never returned; the first call that is late is reported at once."""
+        """Call a reward, unless its trial failed. The first time-out is reported at once."""
         trial = self._trials.setdefault(id(reward), Trial())
         if not await trial.admit():
             raise TimeoutError(

@@ -1,4 +1,4 @@
-"""Rewards that ask a judge. Who it is, and how it is reached, is in `rewards/judge_client.py`."""
+"""Rewards that ask a judge. `rewards/judge_client.py` reaches the judge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drumroll.rewards.verdicts import verdict, winner
 from drumroll.sample import Sample
 
 LABEL = "judge_label"
-"""Column with what the judge should say (a number or yes/no); where a row has it, agreement is measured."""
+"""The column that holds the expected verdict (a number or yes/no). If a row has it, agreement is measured."""
 
 
 def _fields(sample: Sample, more: dict[str, Any]) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def _fields(sample: Sample, more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _noted(sample: Sample, value: float | None, unreadable: float) -> float:
-    """The reward; besides, whether the judge could be understood, and whether it agrees with a label."""
+    """Return the reward; also record whether the verdict was readable and whether it agrees with the label."""
     sample.rewards["judge_readable"] = float(value is not None)
     label = sample.prompt.columns.get(LABEL)
     expected = None if label is None else verdict(str(label))
@@ -32,7 +32,7 @@ def _noted(sample: Sample, value: float | None, unreadable: float) -> float:
 
 
 def _check(args: Mapping[str, Any]) -> None:
-    """A template that does not exist is found out before anything starts."""
+    """Raise before anything starts if the template does not exist."""
     template_of(str(args.get("template", "binary")))
 
 
@@ -40,7 +40,7 @@ def _check(args: Mapping[str, Any]) -> None:
 async def judge(
     sample: Sample, judge: Ask, template: str = "binary", scale: float | None = None, unreadable: float = 0.0, **fields: Any
 ) -> float:
-    """What the judge says of the completion, from 0 to 1. `template`: binary, reference, score, rubric, a file or a text."""
+    """The judge's verdict on the completion, from 0 to 1. `template`: binary, reference, score, rubric, a file or a text."""
     chosen = template_of(template)
     said = await judge(fill(chosen.text, _fields(sample, fields)))
     return _noted(sample, verdict(said, scale or chosen.scale), unreadable)
@@ -50,9 +50,10 @@ async def judge(
 async def judge_pairwise(
     sample: Sample, judge: Ask, template: str = "pairwise", against: str = "answer", swap: bool = True, **fields: Any
 ) -> float:
-    """1 if the judge prefers the completion to the text in the column `against`, 0 if that one, else 0.5.
+    """1 if the judge prefers the completion to the text in the column `against`, 0 if it prefers that text, else 0.5.
 
-    Asked in both orders, for judges like what comes first (or last); when its two answers differ, that is 0.5.
+    The judge is asked in both orders, because judges favour the first or last answer; if the two verdicts differ, the
+    reward is 0.5.
     """
     text, known = template_of(template).text, _fields(sample, fields)
     if against not in known:

@@ -1,7 +1,7 @@
-"""The judge: one of our own engines, or any OpenAI-compatible endpoint; asked patiently, and never the same thing twice.
+"""Client of the judge: retries, a rate limit and a cache. The judge is one of our engines or an OpenAI-compatible endpoint.
 
-A question that cannot be answered is that sample's failure. The key of an endpoint is read from the environment here and
-goes nowhere else.
+A question that cannot be answered is that sample's failure. The endpoint's key is read from the environment here and
+passed nowhere else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from drumroll.runfiles.answers import Answers
 
 LONGEST_PAUSE = 60.0
 PASSING = (408, 409, 425, 429)
-"""Refusals that may pass, besides errors of the server."""
+"""HTTP status codes below 500 that are worth a retry."""
 
 
 class JudgeFailed(RuntimeError):
@@ -36,7 +36,7 @@ class JudgeFailed(RuntimeError):
 
 
 class Passing(Exception):
-    """A failure that may pass; `wait` is what the server asks for."""
+    """A failure that is worth a retry; `wait` is the pause in seconds that the server asks for."""
 
     def __init__(self, text: str, wait: float = 0.0) -> None:
         super().__init__(text)
@@ -45,7 +45,7 @@ class Passing(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer and what it took."""
+    """An answer and its token counts."""
 
     text: str
     tokens_in: int
@@ -53,11 +53,11 @@ class Reply:
 
 
 Transport = Callable[[str], Awaitable[Reply]]
-"""One try at an answer. `Passing` is worth another."""
+"""Makes one attempt at an answer. Raises `Passing` if a retry may help."""
 
 
 class Judge:
-    """Asks: from the cache, else within the rate limit, again after a pause when that may help."""
+    """Answers questions from the cache, or asks the judge within the rate limit and retries with a growing pause."""
 
     def __init__(
         self, role: JudgeRole, transport: Transport, answers: Answers | None, close: Callable[[], Awaitable[None]] | None = None
@@ -69,7 +69,7 @@ class Judge:
         self._counts: Counter[str] = Counter()
 
     async def __call__(self, question: str) -> str:
-        """The answer. Whoever asks what is being asked already waits for the same answer."""
+        """Return the judge's answer. Concurrent calls with the same question share one request."""
         if self._answers is None:
             return await self._answer(question)
         key = Answers.key(self.role.model, question)
@@ -79,7 +79,7 @@ class Judge:
             return known
         if key in self._asking:
             answer = await asyncio.shield(self._asking[key])
-            if answer is None:  # who asked first has failed, or given up
+            if answer is None:  # the first caller failed or was cancelled
                 return await self(question)
             self._counts["cached"] += 1
             return answer
@@ -116,7 +116,7 @@ class Judge:
         raise AssertionError("unreachable")
 
     async def _pace(self) -> None:
-        """Wait for this try's place in the minute."""
+        """Wait until the rate limit allows the next attempt."""
         if self.role.requests_per_minute is None:
             return
         now = time.monotonic()
@@ -125,7 +125,7 @@ class Judge:
         await asyncio.sleep(start - now)
 
     def metrics(self) -> dict[str, float]:
-        """What was asked since the last call; nothing if nothing was."""
+        """Return the counts since the last call; an empty dict if there were no questions."""
         counts, self._counts = self._counts, Counter()
         if not counts:
             return {}
@@ -134,13 +134,13 @@ class Judge:
         return {f"judge/{name}": float(counts[name]) for name in names} | ({"judge/cost": cost} if cost else {})
 
     async def close(self) -> None:
-        """Let connections go."""
+        """Close the connections."""
         if self._close is not None:
             await self._close()
 
 
 def open_judge(role: JudgeRole, run: Path, router: Router | None = None, tokenizer: Any = None) -> Judge:
-    """The judge of a config: behind the router if the model is ours, else at its endpoint."""
+    """Open the judge of a config: behind the router if it runs on our engines, else at its endpoint."""
     answers = None if role.cache == "none" else Answers(run / "judge.jsonl" if role.cache == "run" else None)
     if role.url is None:
         assert router is not None
@@ -150,19 +150,19 @@ def open_judge(role: JudgeRole, run: Path, router: Router | None = None, tokeniz
 
 
 def by_engine(role: JudgeRole, router: Router, tokenizer: Any) -> Transport:
-    """The question is rendered for the model and answered by one of our engines."""
+    """Make a transport that renders the question for the model and lets one of our engines answer it."""
     renderer, numbers = Renderer(tokenizer), itertools.count()
 
     async def ask(question: str) -> Reply:
-        """An engine that must rest in the middle is asked for the remainder later."""
+        """Generate the answer; an engine that is interrupted continues it later."""
         number = next(numbers)
-        asked = fitting(question, lambda text: len(renderer.prompt(text)), role.max_prompt_tokens)
-        if asked is None:
+        shortened = fitting(question, lambda text: len(renderer.prompt(text)), role.max_prompt_tokens)
+        if shortened is None:
             raise JudgeFailed(
                 f"roles.judge.max_prompt_tokens: {role.max_prompt_tokens} leaves no room for a question: an empty one has "
                 f"{len(renderer.prompt(''))} tokens."
             )
-        tokens = renderer.prompt(asked)
+        tokens = renderer.prompt(shortened)
         sampling = Sampling(temperature=role.temperature, max_tokens=role.max_tokens)
         answer = Continuation(f"judge-{number}", tokens, sampling, number, tokenizer.decode, number)
         try:
@@ -175,7 +175,7 @@ def by_engine(role: JudgeRole, router: Router, tokenizer: Any) -> Transport:
 
 
 def by_endpoint(role: JudgeRole) -> tuple[Transport, Callable[[], Awaitable[None]]]:
-    """The question is one user turn of a chat; retries are ours, so that they are counted."""
+    """Make a transport that sends the question as one user message. Retries are done here, so that they are counted."""
     try:
         import openai
     except ModuleNotFoundError:
@@ -186,20 +186,20 @@ def by_endpoint(role: JudgeRole) -> tuple[Transport, Callable[[], Awaitable[None
         if not key:
             raise ConfigError(f"roles.judge.key_env: the environment variable {role.key_env} is not set; it must hold the key.")
     client = openai.AsyncOpenAI(base_url=role.url, api_key=key, max_retries=0, timeout=role.timeout)
-    places = asyncio.Semaphore(role.slots)
+    slots = asyncio.Semaphore(role.slots)
     fields: dict[str, Any] = {"temperature": role.temperature, "max_tokens": role.max_tokens, **role.options}
 
     async def ask(question: str) -> Reply:
         turns: Any = [{"role": "user", "content": question}]
-        async with places:
+        async with slots:
             try:
                 async with asyncio.timeout(role.timeout):
                     reply: Any = await client.chat.completions.create(model=role.model, messages=turns, **fields)
             except openai.APIStatusError as error:
-                said = f"{role.url} answered {error.status_code}: {error.message[:200]}"
+                text = f"{role.url} answered {error.status_code}: {error.message[:200]}"
                 if error.status_code in PASSING or error.status_code >= 500:
-                    raise Passing(said, _seconds(error.response.headers.get("retry-after"))) from error
-                raise JudgeFailed(said) from error
+                    raise Passing(text, _seconds(error.response.headers.get("retry-after"))) from error
+                raise JudgeFailed(text) from error
             except (openai.OpenAIError, ValueError) as error:
                 raise Passing(f"{role.url}: {error}") from error
         try:
@@ -212,7 +212,7 @@ def by_endpoint(role: JudgeRole) -> tuple[Transport, Callable[[], Awaitable[None
 
 
 def _seconds(header: str | None) -> float:
-    """`retry-after` in seconds; a date is not read."""
+    """Return `retry-after` in seconds; 0 if it is a date."""
     try:
         return max(0.0, float(header or 0.0))
     except ValueError:

@@ -1,7 +1,7 @@
-"""Questions to a judge, by name. A user's own is a text with {fields}, or a file that holds one.
+"""Named templates of questions to a judge. A user's own template is a text with {fields}, or a file that holds one.
 
-Fields are `prompt`, `completion`, the row's columns and the reward's `args`. Only a name in braces is a field, so JSON in a
-template stays as it is, and what is filled in is never searched for fields.
+Fields are `prompt`, `completion`, the row's columns and the reward's `args`. Only a name in braces is a field, so JSON
+in a template stays unchanged. Inserted values are never searched for fields.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from drumroll.errors import ConfigError, DataError, did_you_mean
 
 FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 SHORTENED = ("completion", "first", "second")
-"""Fields that are shortened where a question is too long for the judge."""
+"""Fields that are shortened if a question is too long for the judge."""
 
 
 class Question(str):
-    """A filled template that knows where its shortened fields stand."""
+    """A filled template that records the positions of its shortened fields."""
 
     spans: tuple[tuple[int, int], ...] = ()
 
 
 def _cut(text: str, spans: Sequence[tuple[int, int]], keep: int) -> str:
-    """The text with `keep` characters of each span, half from its beginning and half from its end, and a mark between."""
+    """Keep only `keep` characters of each span, half from its beginning and half from its end, with a mark between."""
     parts, at = [], 0
     for start, end in spans:
         if end - start > keep:
@@ -38,12 +38,15 @@ def _cut(text: str, spans: Sequence[tuple[int, int]], keep: int) -> str:
 
 
 def fitting(question: str, size: Callable[[str], int], limit: int) -> str | None:
-    """The question with as much of the completion as fits into `limit` by `size`; of the whole where that is not enough; else None."""
+    """Shorten the question to at most `limit` by `size`: first the completion, then, if that is not enough, the whole text.
+
+    Returns None if even that does not fit.
+    """
     if size(question) <= limit:
         return question
     whole = ((0, len(question)),)
     for spans in (getattr(question, "spans", ()), whole):
-        low, high = -1, max((end - start for start, end in spans), default=0)  # low fits, or is -1; high does not
+        low, high = -1, max((end - start for start, end in spans), default=0)  # low fits or is -1; high does not fit
         while high - low > 1:
             keep = (low + high) // 2
             low, high = (keep, high) if size(_cut(question, spans, keep)) <= limit else (low, keep)
@@ -54,7 +57,7 @@ def fitting(question: str, size: Callable[[str], int], limit: int) -> str | None
 
 @dataclass(frozen=True)
 class Template:
-    """A question, and what a number in its answer is out of."""
+    """A question, and the full mark of a number in its answer."""
 
     text: str
     scale: float | None = None
@@ -85,7 +88,7 @@ TEMPLATES = {
 
 @cache
 def template(spec: str) -> Template:
-    """By name, from a file, or the text itself."""
+    """Return a template by name, from a file, or from the text itself."""
     if spec in TEMPLATES:
         return TEMPLATES[spec]
     if FIELD.search(spec):
@@ -103,7 +106,7 @@ def template(spec: str) -> Template:
 
 
 def fill(text: str, fields: Mapping[str, Any]) -> Question:
-    """The question; a field that is not there is named."""
+    """Fill in the fields; raise a DataError that names a missing field."""
     parts, spans, at = FIELD.split(text), [], 0
     for place, part in enumerate(parts):
         if place % 2:
@@ -119,7 +122,7 @@ def fill(text: str, fields: Mapping[str, Any]) -> Question:
 
 
 def spelled(value: Any) -> str:
-    """A value as a person would write it: a conversation turn by turn, a list point by point."""
+    """Format a value as a person would write it: a conversation turn by turn, a list point by point."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         if all(isinstance(turn, Mapping) and "role" in turn for turn in value):
             turns = [(str(turn["role"]), str(turn.get("content") or "")) for turn in value]

@@ -1,4 +1,7 @@
-"""What a judge said, as a number from 0 to 1 or as the better of two. Tolerant of how it is said; None when it says nothing."""
+"""Parses a judge's answer into a number from 0 to 1, or into the better of two.
+
+Tolerant of the form; None if there is no verdict.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ SIDES = re.compile(
 
 
 def verdict(text: str, scale: float | None = None) -> float | None:
-    """From 0 to 1: JSON, [[marks]], 7/10, 70%, a number (out of `scale`, or of 1), yes or no."""
+    """Parse a score from 0 to 1: JSON, [[marks]], 7/10, 70%, a number (out of `scale`, or of 1), yes or no."""
     text = THOUGHT.sub("", text).strip()
     for value in _objects(text):
         if (found := _of_json(value, scale)) is not None:
@@ -50,7 +53,7 @@ def _of_text(text: str, scale: float | None) -> float | None:
 
 
 def _objects(text: str) -> Iterator[Any]:
-    """JSON objects in a text, the last one first."""
+    """Yield the JSON objects in a text, the last one first."""
     decoder = json.JSONDecoder()
     for place in reversed([match.start() for match in re.finditer(r"\{", text)]):
         try:
@@ -75,7 +78,7 @@ def _of_json(value: Any, scale: float | None) -> float | None:
 
 
 def _scaled(number: float, scale: float | None) -> float | None:
-    """Out of the scale; without one, a number above 1 means nothing."""
+    """Divide the number by the scale; without a scale, a number above 1 is no verdict."""
     if scale is not None:
         return _within(number / scale)
     return number if 0 <= number <= 1 else None
@@ -86,7 +89,7 @@ def _within(number: float) -> float | None:
 
 
 def winner(text: str) -> str | None:
-    """`A`, `B` or `tie`: of JSON, of a [[mark]], or the last one that is named."""
+    """Parse `A`, `B` or `tie`: from JSON, from a [[mark]], or the last one named."""
     text = THOUGHT.sub("", text).strip()
     for value in _objects(text):
         if isinstance(value, dict) and (found := next((value[key] for key in KEYS if key in value), None)) is not None:
@@ -102,7 +105,7 @@ def _side(said: str) -> str | None:
 
 
 def _last_side(text: str) -> str | None:
-    """The last side named with its word or as a capital, or a tie; the article "a" is none."""
+    """Return the last side named with its word or as a capital letter, or a tie; the article "a" does not count."""
     named = [m for m in SIDES.finditer(text) if m[1] or m[3] or m[2].isupper()]
     if not named:
         return None

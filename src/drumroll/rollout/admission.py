@@ -1,4 +1,4 @@
-"""Admission of groups: how many may be on their way, and of which stream, by capacity and the mixture's shares."""
+"""Admission control: how many groups may be in flight, and of which stream. The capacity is shared out by the mixture."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 
 class Admission:
-    """Counts the draws on their way. A draw takes a place when it starts, and gives it back when it is trained or dropped.
+    """Counts the draws in flight: a draw takes a slot when it starts and returns it when it can no longer be trained on.
 
-    Every batch has each stream's share, rounded down or up; what rounding denies a stream is owed to it.
+    Every batch holds each stream's share, rounded down or up. A stream that was rounded down is owed the difference.
     """
 
     def __init__(self, capacity: int, shares: Mapping[str, float]) -> None:
@@ -24,11 +24,11 @@ class Admission:
 
     @property
     def taken(self) -> int:
-        """Places taken, of all streams."""
+        """The number of draws in flight, over all streams."""
         return len(self._taken)
 
     def quotas(self, count: int) -> dict[str, int]:
-        """Return how many groups of each stream the next batch has, and limit how many of each may be on their way."""
+        """Return the number of groups of each stream in the next batch, and set how many of each may now be in flight."""
         quotas, self.owed = _round(count, self.shares, self.owed)
         ahead, _ = _round(max(0, self.capacity - count), self.shares, self.owed)
         self._limits = {stream: quotas[stream] + ahead[stream] for stream in quotas}
@@ -41,19 +41,19 @@ class Admission:
         return {stream for stream, limit in self._limits.items() if self._count[stream] < limit}
 
     def take(self, draw: int, stream: str) -> None:
-        """Take a place for a draw that starts."""
+        """Record that a draw starts."""
         self._taken[draw] = stream
         self._count[stream] += 1
 
     def give_back(self, draw: int) -> None:
-        """Free the place of a draw that was trained on or dropped; a second call does nothing."""
+        """Record that a draw was trained on or dropped; a second call has no effect."""
         stream = self._taken.pop(draw, None)
         if stream is not None:
             self._count[stream] -= 1
 
 
 def _round(count: int, shares: Mapping[str, float], owed: Mapping[str, float]) -> tuple[dict[str, int], dict[str, float]]:
-    """Split `count` by share into whole numbers, the most owed rounded up; return them and what is owed afterwards."""
+    """Split `count` into whole numbers by share, each rounded down or up, largest debt first; return them and the new debts."""
     exact = {stream: share * count for stream, share in shares.items()}
     whole = {stream: math.floor(value + 1e-9) for stream, value in exact.items()}
     due = {stream: exact[stream] - whole[stream] + owed[stream] for stream in shares}

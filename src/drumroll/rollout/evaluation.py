@@ -1,4 +1,4 @@
-"""Measuring the model on held-out sets: avg@k and pass@k, each set with its own sampling."""
+"""Evaluates the model on held-out sets: avg@k and pass@k, each set with its own sampling parameters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_sets(
     longest: int,
     environment: EnvironmentConfig = NONE,
 ) -> list[EvalSet]:
-    """Read all sets. A prompt longer than `longest` is refused: dropping it would change what is measured."""
+    """Read all sets. A prompt longer than `longest` raises an error: dropping it would change what is measured."""
     sets = []
     for name, each in config.sets.items():
         reader = Reader(f"eval.sets.{name}", each, renderer, required, environment)
@@ -77,13 +77,13 @@ class Evaluator:
         self.router = router
         self.scorer = scorer
         self.decode = decode
-        self.spell = spell or decode  # with special tokens, in which stop strings are looked for
+        self.spell = spell or decode  # includes special tokens, for finding stop strings
         self.seed = seed
         self.rollout = rollout
         self.episodes = episodes
 
     async def run(self, step: int) -> tuple[dict[str, float], list[Sample]]:
-        """Metrics of all sets, and the samples they rest on (without the additional `sampled` ones)."""
+        """Return the metrics of all sets, and their samples (without the additional `sampled` ones)."""
         metrics: dict[str, float] = {}
         samples: list[Sample] = []
         for each in self.sets:
@@ -110,7 +110,7 @@ class Evaluator:
         return samples
 
     async def _score(self, sample: Sample) -> None:
-        """Score a sample, again after a deadline, because a failure counts as 0 and a busy machine is no wrong answer."""
+        """Score a sample; retry after a time-out, because a failure counts as 0 and a busy machine is no wrong answer."""
         for _ in range(self.rollout.retries + 1):
             sample.failure = None
             await self.scorer.score(sample)
@@ -118,7 +118,7 @@ class Evaluator:
                 break
 
     async def attempt(self, sample: Sample, sampling: Sampling, count: int, name: str, stream: str) -> None:
-        """One completion, or one episode, which starts the same at every step."""
+        """Generate one completion, or play one episode, which starts the same at every step."""
         episode = self.episodes.open(sample, f"eval/{name}", sampling) if self.episodes is not None else None
         if episode is None:
             trace = Trace()
@@ -138,7 +138,7 @@ class Evaluator:
             episode.close()
 
     async def _turn(self, sample: Sample, sampling: Sampling, count: int, stream: str) -> None:
-        """Let the policy write at the end of the last trace; a turn that loses its engine is continued by another."""
+        """Let the policy write at the end of the last trace. If its engine is lost, another engine continues the turn."""
         trace, number = sample.traces[-1], len(sample.traces) - 1
         seed = sample_seed(self.seed, f"{stream}/{number}" if number else stream, sample.draw, sample.index)
         place = sample.draw * count + sample.index
@@ -159,7 +159,7 @@ class Evaluator:
         sample.stop = done.stop
 
     def _metrics(self, name: str, samples: list[Sample], count: int) -> dict[str, float]:
-        """A failed sample counts as 0: an evaluation must not improve by failing."""
+        """Return the metrics of a set. A failed sample counts as 0: an evaluation must not improve by failing."""
         rewards = [s.reward or 0.0 for s in samples]
         metrics = {name: sum(rewards) / len(rewards)}
         if count > 1:
@@ -169,6 +169,6 @@ class Evaluator:
         return metrics | {f"{name}/{kind}": value for kind, value in measures(samples).items()}
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """The number by which checkpoints are compared."""
+        """Return the number by which checkpoints are compared."""
         names = [self.config.best_by] if self.config.best_by else [each.name for each in self.sets]
         return sum(metrics[f"eval/{name}"] for name in names) / max(1, len(names))

@@ -1,4 +1,4 @@
-"""Group filters: which complete groups are worth training on.
+"""Group filters: decide which complete groups are worth training on.
 
 A filter takes a group's rewards and returns None to keep it, or the reason to drop it.
 """
@@ -17,7 +17,7 @@ FILTERS: Registry[Filter] = Registry("rollout.filter")
 
 
 def find_filter(name: str, arguments: Mapping[str, float]) -> Filter:
-    """The filter by name with its arguments, which are checked against its signature."""
+    """Return the filter by name with its arguments, which are checked against its signature."""
     function = FILTERS.get(name)
     try:
         inspect.signature(function).bind([0.0], **arguments)
@@ -28,12 +28,12 @@ def find_filter(name: str, arguments: Mapping[str, float]) -> Filter:
 
 @FILTERS.register("zero_variance")
 def zero_variance(rewards: Sequence[float]) -> str | None:
-    """Drop groups whose rewards are all equal: they teach nothing to a group-relative method."""
+    """Drop groups whose rewards are all equal: they teach a group-relative method nothing."""
     return None if max(rewards) - min(rewards) > 1e-9 else f"all rewards equal {rewards[0]:g}"
 
 
 @FILTERS.register("mean_band")
 def mean_band(rewards: Sequence[float], low: float = 0.0, high: float = 1.0) -> str | None:
-    """Keep groups whose mean reward lies strictly between `low` and `high`: not too hard, not too easy."""
+    """Keep groups whose mean reward is strictly between `low` and `high`: not too hard, not too easy."""
     mean = sum(rewards) / len(rewards)
     return None if low < mean < high else f"mean reward {mean:g} outside ({low:g}, {high:g})"

@@ -1,7 +1,7 @@
 """Simulated engines, rewards, environments and prompts for the real scheduler on virtual time.
 
-Lengths and rewards depend only on (seed, draw, place in the group), so that two schedules can be compared on the same
-draws. Used by the scheduler's tests and benchmarks and by `drumroll plan --simulate`.
+Lengths and rewards depend only on (seed, draw, index in the group), so that two schedules can be compared on the same
+draws. The scheduler's tests and benchmarks and `drumroll plan --simulate` use this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from drumroll.sample import GREEDY, Prompt, Sample, StopReason, Version
 
 @dataclass(frozen=True)
 class Workload:
-    """What is generated and how long it takes. Times are in median generation times."""
+    """The sizes and durations of a simulated run. Times are in units of the median generation time."""
 
     engines: int = 8
     slots: int = 64
@@ -37,25 +37,25 @@ class Workload:
     seed: int = 0
 
     def length(self, draw: int, index: int) -> float:
-        """Log-normal, median 1, capped."""
+        """Return a sample's length: log-normal, median 1, capped."""
         rng = random.Random(f"length/{self.seed}/{draw}/{index}")
         return min(self.longest, math.exp(self.sigma * rng.gauss(0, 1)))
 
     def tokens(self, draw: int, index: int) -> int:
-        """A sample's length in whole tokens."""
+        """Return a sample's length in whole tokens."""
         return max(1, round(self.length(draw, index) * self.median_tokens))
 
     def useful(self, draw: int) -> bool:
-        """Whether a group survives the filter."""
+        """Return whether a group survives the filter."""
         return random.Random(f"useful/{self.seed}/{draw}").random() >= self.filtered
 
     def reward(self, draw: int, index: int) -> float:
-        """Groups that are to be filtered have equal rewards."""
+        """Return a sample's reward; groups to be filtered have equal rewards."""
         return float(index % 2) if self.useful(draw) else 0.0
 
 
 class SimSource:
-    """An endless row of prompts that know their draw number."""
+    """An endless source of prompts that hold their draw number."""
 
     def __init__(self, domains: tuple[str, ...] = ("a", "b"), shares: Mapping[str, float] | None = None) -> None:
         self.domains = domains
@@ -63,32 +63,32 @@ class SimSource:
         self.count = 0
 
     def draw(self) -> Prompt:
-        """The next prompt."""
+        """Return the next prompt."""
         number = self.count
         self.count += 1
         domain = self.domains[number % len(self.domains)]
         return Prompt(f"p{number}", domain, str(number), (number,), stream=domain if len(self.shares) > 1 else "")
 
     def exhausted(self) -> bool:
-        """Never."""
+        """Return False: the source never ends."""
         return False
 
     def metrics(self) -> dict[str, float]:
-        """None."""
+        """Return no metrics."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """How many were drawn."""
+        """Return the number of prompts drawn."""
         return {"count": self.count}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state."""
+        """Restore a state."""
         self.count = state["count"]
 
 
 @dataclass
 class _Call:
-    """A request that an engine works on."""
+    """A request that an engine is working on."""
 
     request: Request
     reply: asyncio.Future[Completion]
@@ -97,7 +97,7 @@ class _Call:
 
 
 class SimEngine:
-    """Generates at constant speed in each of its slots; knows which weights it held when."""
+    """Generates at constant speed in each of its slots, and records when it held which weights."""
 
     def __init__(self, name: str, slots: int, work: Workload) -> None:
         self.name = name
@@ -107,7 +107,7 @@ class SimEngine:
         self.calls: dict[str, _Call] = {}
 
     async def generate(self, request: Request) -> Completion:
-        """One turn; its whole length depends on the sample, also when it is resumed."""
+        """Generate one turn. Its full length depends only on the sample, also when it is resumed."""
         assert len(self.calls) < self.slots, f"{self.name} was given more than its {self.slots} slots"
         loop = asyncio.get_running_loop()
         draw, index = request.id.partition("#")[0].partition("~")[0].split(".")
@@ -123,7 +123,7 @@ class SimEngine:
             self.calls.pop(request.id, None)
 
     def replies(self, call: _Call) -> list[float]:
-        """When the answer arrives; a test's engine loses, delays and repeats it."""
+        """Return the delays after which the answer arrives; engines in tests lose, delay and repeat it."""
         return [call.tokens / self.work.median_tokens]
 
     def _answer(self, call: _Call) -> None:
@@ -142,11 +142,11 @@ class SimEngine:
         return next(version for since, version in reversed(self.switches) if since <= time)
 
     def switch(self, version: Version) -> None:
-        """New weights, in flight."""
+        """Switch to new weights while requests run."""
         self.switches.append((asyncio.get_running_loop().time(), version))
 
     def interrupt(self) -> None:
-        """Hand back what every request has so far."""
+        """Return every request's tokens so far."""
         now = asyncio.get_running_loop().time()
         for call in list(self.calls.values()):
             if not call.reply.done():
@@ -155,13 +155,13 @@ class SimEngine:
 
 
 class SimScorer:
-    """Rewards that take their time."""
+    """Rewards that take `reward_time`."""
 
     def __init__(self, work: Workload) -> None:
         self.work = work
 
     async def score(self, sample: Sample) -> None:
-        """Wait, then give the reward that the workload says."""
+        """Wait, then set the reward that the workload defines."""
         if self.work.reward_time:
             await asyncio.sleep(self.work.reward_time)
         sample.reward = self.work.reward(sample.draw, sample.index)
@@ -169,7 +169,7 @@ class SimScorer:
 
 @dataclass
 class Outcome:
-    """What a simulated run took."""
+    """The result of a simulated run."""
 
     steps: int
     seconds: float
@@ -179,7 +179,7 @@ class Outcome:
 
     @property
     def utilisation(self) -> float:
-        """Share of all slot time spent on tokens of groups that were trained on."""
+        """The share of all slot time spent on tokens of groups that were trained on."""
         return self.useful / (self.seconds * self.slots)
 
 
@@ -210,10 +210,10 @@ async def simulate(work: Workload, config: RolloutConfig, steps: int, listeners:
 
 
 def barrier(work: Workload, config: RolloutConfig, steps: int) -> Outcome:
-    """The batch-level baseline on the same draws: generate all, then reward all, refill until enough.
+    """Compute the batch-level baseline on the same draws: generate all, then score all, and refill until there are enough.
 
-    Every round fills up to what is still needed times `oversample`, generates all of it by list scheduling over the
-    slots, waits for the last sample, scores, and keeps the useful groups.
+    Every round draws the number of groups still needed times `oversample`, generates all of them by list scheduling
+    over the slots, waits for the last sample, scores, and keeps the useful groups.
     """
     slots, clock, useful_time, draw, started = work.engines * work.slots, 0.0, 0.0, 0, 0
     for _ in range(steps):
@@ -234,12 +234,12 @@ def barrier(work: Workload, config: RolloutConfig, steps: int) -> Outcome:
 
 
 def generation_time(work: Workload, draw: int, index: int) -> float:
-    """How long a sample's generation takes."""
+    """Return the time that a sample's generation takes."""
     return work.tokens(draw, index) / work.median_tokens
 
 
 def greedy_makespan(jobs: list[float], slots: int) -> float:
-    """When list scheduling ends: every job, in order, goes to the slot that is free first."""
+    """Return when list scheduling ends: every job, in order, goes to the slot that is free first."""
     free = [0.0] * slots
     for job in jobs:
         heapq.heapreplace(free, free[0] + job)

@@ -1,4 +1,4 @@
-"""Statistics of rollouts from one batch to the next: starts, retries, failures, drops by domain, length bias."""
+"""Statistics between two batches: starts, retries, failures, dropped groups by domain, length bias."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumroll.sample import Fate, Group, Sample
 
 @dataclass
 class StepStats:
-    """Counts from one batch taken to the next."""
+    """Counts between one batch and the next."""
 
     started: int = 0
     retried: int = 0
@@ -24,9 +24,9 @@ class StepStats:
         self.dropped[(group.prompt.domain, fate.value, reason)] += 1
 
     def metrics(self, *, stable: bool = False) -> dict[str, float]:
-        """Counts of samples and groups by what became of them, in all and by domain.
+        """Return the counts of samples and groups by fate, in total and by domain.
 
-        `stable` leaves out what depends on timing: how much was begun beyond the batch when it was complete.
+        `stable` leaves out counts that depend on timing: work that was started beyond the batch when it was complete.
         """
         metrics = {
             "rollout/started": float(self.started),
@@ -45,10 +45,10 @@ class StepStats:
 
 
 class LengthBias:
-    """Mean length of accepted samples against that of all samples that finished, over the run so far.
+    """The mean length of accepted samples relative to all samples that finished, over the run so far.
 
-    In arrival order short samples finish first and are accepted more often; 0 is unbiased, -0.1 means accepted samples
-    are 10% shorter.
+    In arrival order short samples finish first and are accepted more often. 0 is unbiased; -0.1 means that accepted
+    samples are 10% shorter.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class LengthBias:
         self.all[1] += 1
 
     def accepted(self, groups: Sequence[Group], stats: StepStats) -> None:
-        """Count the samples of a batch, and set the bias."""
+        """Count the samples of a batch, and record the bias in `stats`."""
         for group in groups:
             self.kept[0] += sum(s.policy_length() for s in group.samples)
             self.kept[1] += len(group.samples)

@@ -1,6 +1,6 @@
 """An asyncio event loop on virtual time: nothing sleeps, and the same program gives the same order of events.
 
-When nothing is ready the clock jumps to the next timer. Used by simulation; real code does not know the difference.
+When nothing is ready, the clock jumps to the next timer. The simulation uses it; the simulated code needs no change.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class Stuck(RuntimeError):
-    """Nothing is ready and no timer is set: the program would wait for ever."""
+    """Nothing is ready and no timer is set: the program would wait forever."""
 
 
 class _Selector(selectors.DefaultSelector):
-    """Instead of waiting for files, moves the clock."""
+    """Advances the clock instead of waiting for files."""
 
     now = 0.0
 
@@ -33,7 +33,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time stands still while code runs."""
+    """An event loop whose clock stands still while code runs."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()

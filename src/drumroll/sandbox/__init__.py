@@ -1,7 +1,7 @@
-"""Isolated execution of programs that models wrote, and tests of them, graded where the programs cannot reach.
+"""Runs programs that models wrote in isolation, with their tests, and grades them where the programs cannot interfere.
 
-`inside/` is what runs in the box; the rest is our side of it. A backend carries jobs to boxes; `grading` turns what comes
-back into an `Outcome`. A program is never imported, run or unpickled in this process.
+`inside/` runs in the box; the rest runs on our side. A backend sends jobs to boxes; `grading` turns the replies into an
+`Outcome`. A program is never imported, run or unpickled in this process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class SandboxError(DrumrollError):
-    """A box that could not be had, or was lost through no fault of the program."""
+    """A box could not be started, or was lost through no fault of the program."""
 
 
 class Status(StrEnum):
     """How a program did; of several tests, the first that it did not pass decides."""
 
     PASSED = "passed"
-    FAILED = "failed"  # it ran, and a test says no
+    FAILED = "failed"  # it ran, and a test failed
     ERROR = "error"  # it does not compile, raised, or exited with a code
     TIMEOUT = "timeout"
     MEMORY = "memory"
@@ -36,10 +36,10 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use: each stdin test is a run, all calls and asserts together are one, and so is each pytest file."""
+    """The limits of one run: each stdin test is a run, all calls and asserts together are one, and so is each pytest file."""
 
     seconds: float = 10.0
-    """Run time: wall time less the time that the program's processes waited for a core."""
+    """Run time: wall time minus the time that the program's processes waited for a core."""
     memory_mb: int = 512
     output_kb: int = 1024
     file_mb: int = 16
@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Stdio:
-    """The program reads `input` and must print `output`, spaces at the ends of lines aside."""
+    """The program reads `input` and must print `output`, ignoring spaces at the ends of lines."""
 
     input: str
     output: str
@@ -74,7 +74,7 @@ class Assert:
 
 @dataclass(frozen=True)
 class Pytest:
-    """A test file that imports what it tests from `solution`."""
+    """A test file that imports the code under test from `solution`."""
 
     code: str
 
@@ -84,7 +84,7 @@ Test = Stdio | Call | Assert | Pytest
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program."""
+    """The result of a program."""
 
     status: Status
     passed: int
@@ -97,13 +97,13 @@ class Outcome:
 
 
 class Sandbox(Protocol):
-    """Runs programs; any number of them at once."""
+    """Runs programs, any number of them at once."""
 
     limits: Limits
-    """Those of a run for which none are named."""
+    """The default limits of a run."""
 
     async def run(self, program: str, tests: Sequence[Test], limits: Limits | None = None) -> Outcome:
-        """What a program makes of its tests."""
+        """Run a program against its tests."""
         ...
 
     async def close(self) -> None:
@@ -112,7 +112,7 @@ class Sandbox(Protocol):
 
 
 def open_sandbox(config: SandboxConfig, struck: Counter[str] | None = None) -> Sandbox:
-    """The sandbox that a config names. What cannot work here is said now, not at the first program.
+    """Open the sandbox that a config names. Anything that cannot work here is reported now, not at the first program.
 
     Programs that exceed their time are counted in `struck` as `program`.
     """

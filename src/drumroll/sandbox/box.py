@@ -1,4 +1,4 @@
-"""What is carried into a box: our side's modules, and pytest with what it needs, as zips that Python imports from."""
+"""The files copied into a box: our modules, and pytest with its dependencies, as zips that Python imports from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drumroll.processes import clock
 
 INSIDE = Path(__file__).parent / "inside"
 STUB = b"import sys\nexec(compile(sys.modules['tests'].text, 'test_program.py', 'exec'), globals())\n"
-"""The file that pytest collects: the tests themselves never lie in a file that a program could find."""
+"""The file that pytest collects. The tests themselves are never in a file that a program could find."""
 PYTEST_PARTS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments", "exceptiongroup", "tomli")
 
 
@@ -27,7 +27,7 @@ def _zip(files: dict[str, bytes]) -> bytes:
 
 @functools.cache
 def code(entry: str) -> bytes:
-    """The modules of `inside`, started at a function of `zygote`."""
+    """Return a zip of the modules in `inside`, which starts at a function of `zygote`."""
     files = {f"inside/{path.name}": path.read_bytes() for path in sorted(INSIDE.glob("*.py"))}
     files |= {"drumroll/__init__.py": b"", "drumroll/processes/__init__.py": b""}
     files["drumroll/processes/clock.py"] = Path(clock.__file__).read_bytes()
@@ -35,7 +35,7 @@ def code(entry: str) -> bytes:
 
 
 def has_pytest() -> bool:
-    """Whether pytest is installed here, to be carried into boxes."""
+    """Return whether pytest is installed here, so that it can be copied into boxes."""
     try:
         return bool(metadata.version("pytest"))
     except metadata.PackageNotFoundError:
@@ -44,7 +44,7 @@ def has_pytest() -> bool:
 
 @functools.cache
 def pytest() -> bytes:
-    """pytest and its dependencies."""
+    """Return a zip of pytest and its dependencies."""
     if not has_pytest():
         raise MissingExtra("a test of the kind `pytest`", "code")
     files: dict[str, bytes] = {}

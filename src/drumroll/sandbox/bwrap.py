@@ -1,6 +1,6 @@
-"""Boxes made by bubblewrap, kept ready: a run is a fork of a process that waits inside one.
+"""Sandbox boxes made by bubblewrap and kept ready: a run is a fork of a process that waits inside a box.
 
-A box that dies, hangs or cannot be wiped clean is thrown away with all that is in it, and another takes its place.
+A box that dies, hangs or cannot be wiped clean is discarded with everything in it, and another takes its place.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from drumroll.sandbox.inside.zygote import READY
 TREE = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 TRIES = 3
 GRACE = 15.0
-"""Seconds of run time beyond its limit after which a run's box is taken to hang."""
+"""Seconds of run time beyond its limit after which a run's box counts as hung."""
 START_SECONDS = 60.0
 FIRST_UID, UIDS = 61000, 180
-"""Users for boxes when we are root: a range that Debian and systemd leave free."""
+"""User ids for boxes when we are root: a range that Debian and systemd leave free."""
 UNSHARED = ("user", "ipc", "pid", "uts", "net", "cgroup-try")
 INSTALL = "install it (apt-get install bubblewrap, or dnf install bubblewrap)"
 OTHERWISE = (
@@ -45,7 +45,7 @@ OTHERWISE = (
 
 
 class BwrapSandbox(Grader):
-    """Up to `workers` boxes, started when first needed."""
+    """Runs up to `workers` boxes, started on demand."""
 
     def __init__(self, config: SandboxConfig, struck: Counter[str] | None = None) -> None:
         super().__init__(config, struck)
@@ -55,14 +55,14 @@ class BwrapSandbox(Grader):
         self.grace = GRACE
         self._idle: list[Box] = []
         self._ending: set[asyncio.Task[None]] = set()
-        self._places = asyncio.Semaphore(self.workers)
+        self._slots = asyncio.Semaphore(self.workers)
         probe(self.python)
 
     @override
     async def carry(self, job: Job) -> dict[str, Any] | None:
         if job.needs_pytest:
             box.pytest()
-        async with self._places:
+        async with self._slots:
             for _ in range(TRIES):
                 slot = self._idle.pop() if self._idle else await self._start()
                 try:
@@ -104,7 +104,7 @@ class BoxLost(Exception):
 
 
 class Box:
-    """One bubblewrap, with a zygote inside."""
+    """One bubblewrap process, with a zygote inside."""
 
     def __init__(self, process: asyncio.subprocess.Process, first: int) -> None:
         self.process = process
@@ -113,7 +113,7 @@ class Box:
 
     @classmethod
     async def start(cls, python: str, uid: int | None) -> Box:
-        """A box that waits for work."""
+        """Start a box that waits for work."""
         with _files() as fds, _pipe() as (told, tell):
             command = arguments(python, fds, tell)
             process = await asyncio.create_subprocess_exec(
@@ -142,7 +142,7 @@ class Box:
             raise SandboxError(f"A box could not be started: {said.decode(errors='replace').strip()[-500:]}")
 
     async def run(self, job: Job, grace: float) -> dict[str, Any] | None:
-        """The reply to a job. Whoever gives up on it must end the box."""
+        """Run a job and return its reply. A caller that cancels this must end the box."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -165,7 +165,7 @@ class Box:
         return reply
 
     async def end(self) -> None:
-        """Kill the first process of the box, and so all others; bubblewrap itself then ends, having waited for it."""
+        """Kill the box's first process, and so all others; bubblewrap, which waits for it, then ends too."""
         assert self.process.stdin is not None
         with suppress(ProcessLookupError):
             if self.process.returncode is None:
@@ -175,7 +175,7 @@ class Box:
 
 
 def arguments(python: str, fds: dict[str, int], tell: int, command: tuple[str, ...] = ("/box.zip",)) -> list[str]:
-    """The command that makes a box: nothing shared, a read-only tree, a small /tmp in memory, no rights."""
+    """Return the command that makes a box: nothing shared, a read-only tree, a small /tmp in memory, no capabilities."""
     made = ["bwrap", *(f"--unshare-{kind}" for kind in UNSHARED), "--disable-userns", "--die-with-parent", "--new-session"]
     made += ["--cap-drop", "ALL", "--clearenv", "--hostname", "box", "--info-fd", str(tell), "--seccomp", str(fds["seccomp"])]
     for path in map(Path, TREE):
@@ -195,7 +195,7 @@ def arguments(python: str, fds: dict[str, int], tell: int, command: tuple[str, .
 
 @functools.cache
 def _prefixes(python: str) -> list[str]:
-    """Where an interpreter outside of the common tree has its files."""
+    """Return the folders of an interpreter that is outside the common tree."""
     if python.startswith("/usr/"):
         return []
     ask = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
@@ -204,7 +204,7 @@ def _prefixes(python: str) -> list[str]:
 
 
 def interpreter(named: str | None) -> str:
-    """The Python of the boxes."""
+    """Return the path of the boxes' Python interpreter."""
     if named is None:
         return "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else sys.executable
     found = shutil.which(named)
@@ -214,7 +214,7 @@ def interpreter(named: str | None) -> str:
 
 
 def probe(python: str) -> None:
-    """Make a box once and say what stands in the way."""
+    """Make a box once and report what prevents it."""
     if shutil.which("bwrap") is None:
         raise ConfigError(f"sandbox.backend: bwrap needs bubblewrap, which is not installed: {INSTALL}, {OTHERWISE}.")
     with _files() as fds, _pipe() as (_, tell):
@@ -238,7 +238,7 @@ def _user(uid: int | None) -> dict[str, Any]:
 
 @contextmanager
 def _files() -> Iterator[dict[str, int]]:
-    """What bubblewrap copies into a box, each as an open file in memory."""
+    """Yield the files that bubblewrap copies into a box, each as an open file in memory."""
     contents = {"seccomp": seccomp.program(), "box.zip": box.code("main")}
     if box.has_pytest():
         contents |= {"pytest.zip": box.pytest(), "test_program.py": box.STUB}

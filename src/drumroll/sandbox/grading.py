@@ -1,4 +1,4 @@
-"""From tests to runs, and from what a box reports to an outcome. Expected outputs stay on this side."""
+"""Turns tests into runs, and a box's replies into outcomes. Expected outputs stay on this side."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BY_REASON = {"timeout": Status.TIMEOUT, "memory": Status.MEMORY, "output": Statu
 
 @dataclass(frozen=True)
 class Job:
-    """One run. `message` is what the box gets; the part with the tests comes last, and the program never has it."""
+    """One run. `message` is sent to the box; its last part holds the tests, which the program never sees."""
 
     program: str
     tests: Sequence[Test]
@@ -40,11 +40,11 @@ class Job:
 
     @property
     def needs_pytest(self) -> bool:
-        """Whether the box must have it."""
+        """Whether the box needs pytest."""
         return isinstance(self.tests[0], Pytest)
 
     def message(self) -> bytes:
-        """As the supervisor reads it."""
+        """Return the job as the supervisor reads it."""
         first = self.tests[0]
         script = isinstance(first, Stdio)
         limits = {k: v for k, v in asdict(self.limits).items() if k != "stop_early"}
@@ -59,7 +59,7 @@ class Job:
         return (WITH_PYTEST if self.needs_pytest else PLAIN) + frame(public) + frame(private)
 
     def outcome(self, reply: dict[str, Any] | None) -> Outcome:
-        """What a reply says; None stands for a box that was lost."""
+        """Grade a reply; None means that the box was lost."""
         lost = Outcome(Status.CRASHED, 0, len(self.tests), why="the program took its box down")
         if reply is None:
             return lost
@@ -97,7 +97,7 @@ class Job:
 
 
 def _ending(reply: dict[str, Any]) -> tuple[Status | None, str]:
-    """The status of a program that did not come to a good end, and why."""
+    """Return the status of a program that did not end well, and why; None if it did."""
     code = reply["exit"]
     if reply["why"] in BY_REASON:
         return BY_REASON[reply["why"]], f"over its limit: {reply['why']}"
@@ -119,7 +119,7 @@ def _carry(test: Test) -> dict[str, Any]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Equal line by line, spaces at the ends aside; where a decimal fraction is expected, within a millionth."""
+    """Return whether outputs are equal line by line, ignoring trailing spaces; decimal fractions may differ by a millionth."""
     ours, theirs = _lines(printed), _lines(expected)
     if ours == theirs:
         return True
@@ -145,7 +145,7 @@ def _same_word(printed: str, expected: str) -> bool:
 
 
 def runs(tests: Sequence[Test]) -> Iterator[list[Test]]:
-    """Neighbours that share a run: calls and asserts do, all others are alone."""
+    """Yield the tests of each run: adjacent calls and asserts share a run, all others run alone."""
     for together, group in itertools.groupby(tests, lambda t: isinstance(t, Call | Assert)):
         if together:
             yield list(group)
@@ -154,7 +154,7 @@ def runs(tests: Sequence[Test]) -> Iterator[list[Test]]:
 
 
 class Grader(ABC):
-    """A sandbox whose backend carries one job at a time to a box and brings its reply."""
+    """A sandbox whose backend sends one job at a time to a box and returns its reply."""
 
     def __init__(self, config: SandboxConfig, struck: Counter[str] | None) -> None:
         self.limits = Limits(seconds=config.seconds, memory_mb=config.memory_mb)
@@ -162,8 +162,9 @@ class Grader(ABC):
 
     @abstractmethod
     async def carry(self, job: Job) -> dict[str, Any] | None:
-        """The reply to a job: None if its program took the box down, `{"late": ...}` if no reply came in its run time.
+        """Run a job and return the reply.
 
+        None means that its program took the box down, `{"late": ...}` that no reply came in its run time. Raises
         `TimeoutError` if the machine was too busy to give it that time.
         """
 
@@ -172,7 +173,7 @@ class Grader(ABC):
         """End all processes and remove all files."""
 
     async def run(self, program: str, tests: Sequence[Test], limits: Limits | None = None) -> Outcome:
-        """What a program makes of its tests. After a time-out the rest are not tried: they would take as long."""
+        """Run a program against its tests. After a time-out the remaining tests are skipped: they would take as long."""
         if not tests:
             raise DataError("A program was given no tests; a row needs at least one in its `tests`.")
         limits = limits or self.limits
@@ -199,7 +200,7 @@ def _bad(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def decode_reply(text: str) -> dict[str, Any] | None:
-    """A reply that came as text."""
+    """Decode a reply that arrived as text."""
     try:
         return json.loads(base64.b64decode(text, validate=True)[5:])
     except ValueError:
@@ -207,6 +208,6 @@ def decode_reply(text: str) -> dict[str, Any] | None:
 
 
 async def read_reply(stream: asyncio.StreamReader) -> dict[str, Any]:
-    """A reply from a pipe."""
+    """Read a reply from a pipe."""
     size = int.from_bytes(await stream.readexactly(4), "little")
     return json.loads(await stream.readexactly(size))

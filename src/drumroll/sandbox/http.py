@@ -1,4 +1,4 @@
-"""Boxes of a server that speaks SandboxFusion's `/run_code`. How well they isolate is the server's affair."""
+"""A sandbox on a server with SandboxFusion's `/run_code`. The server is responsible for the isolation."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ job = base64.b64decode(sys.stdin.read())
 done = subprocess.run([sys.executable, "-I", "-B", "-X", "utf8", "box.zip"], input=job, stdout=subprocess.PIPE)
 print(base64.b64encode(done.stdout).decode())
 """
-"""What the server runs: our supervisor, from a zip beside it, with the job from standard input."""
+"""The code that the server runs: our supervisor, from a zip beside it, with the job on standard input."""
 TRIES = 3
 OVERHEAD = 20.0
 
 
 class HttpSandbox(Grader):
-    """Posts each run to `url`; a server that does not answer is tried again."""
+    """Posts each run to `url`; retries if the server does not answer."""
 
     def __init__(self, config: SandboxConfig, struck: Counter[str] | None = None) -> None:
         super().__init__(config, struck)
         if config.url is None:
             raise ConfigError("sandbox.backend: http needs sandbox.url, the address of a SandboxFusion server.")
         self.url = f"{config.url.rstrip('/')}/run_code"
-        self._places = asyncio.Semaphore(config.workers or 4 * (os.cpu_count() or 1))
+        self._slots = asyncio.Semaphore(config.workers or 4 * (os.cpu_count() or 1))
         self._client = httpx.AsyncClient(timeout=None)
 
     @override
     async def carry(self, job: Job) -> dict[str, Any] | None:
-        async with self._places:
+        async with self._slots:
             request = self._request(job)
             answer = await self._post(request, request["run_timeout"] + OVERHEAD)
         result = answer.get("run_result") or {}
-        if result.get("status") == "TimeLimitExceeded":  # the program's own limit is our supervisor's to watch
+        if result.get("status") == "TimeLimitExceeded":  # our supervisor enforces the program's own limit
             raise TimeoutError(f"sandbox.url: {self.url} gave a run up after {request['run_timeout']:g} s: it is too busy")
         return decode_reply((result.get("stdout") or "").strip())
 
@@ -65,7 +65,7 @@ class HttpSandbox(Grader):
         }
 
     async def _post(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        said = ""
+        problem = ""
         for attempt in range(TRIES):
             await asyncio.sleep(attempt)
             try:
@@ -75,12 +75,12 @@ class HttpSandbox(Grader):
                 answer: dict[str, Any] = response.json()
                 if answer.get("status") != "SandboxError":
                     return answer
-                said = str(answer.get("message"))[:300]
+                problem = str(answer.get("message"))[:300]
             except (httpx.HTTPError, ValueError, TimeoutError) as error:
-                said = f"{type(error).__name__} {error}".strip()
-        raise SandboxError(f"sandbox.url: {self.url} did not run a program in {TRIES} tries: {said}.")
+                problem = f"{type(error).__name__} {error}".strip()
+        raise SandboxError(f"sandbox.url: {self.url} did not run a program in {TRIES} tries: {problem}.")
 
     @override
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         await self._client.aclose()

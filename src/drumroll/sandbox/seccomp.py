@@ -1,6 +1,6 @@
-"""The system calls a program may not make, as a filter for the kernel (classic BPF, assembled by hand).
+"""The system calls that a program may not make, as a filter for the kernel (classic BPF, assembled by hand).
 
-Everything else is allowed: namespaces, limits and a read-only tree hold the rest. A refused call fails with EPERM.
+Everything else is allowed: namespaces, limits and a read-only tree contain the rest. A refused call fails with EPERM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "process_madvise": (440, 440),
     "kcmp": (312, 272),
     "pidfd_getfd": (438, 438),
-    # what would outlive a run, or escape the count of memory
+    # objects that would outlive a run or escape memory accounting
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # the pace of other processes
+    # the scheduling of other processes
     "setpriority": (141, 140),
     "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),
@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "fspick": (433, 433),
     "mount_setattr": (442, 442),
     "open_by_handle_at": (304, 265),
-    # parts of the kernel with a history of holes
+    # parts of the kernel with a history of vulnerabilities
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -98,13 +98,13 @@ NEW_NAMESPACES = 0x7E020080
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16
-"""Where the kernel puts the call's number, the architecture and the low half of its first argument."""
+"""Offsets of the call's number, the architecture and the low half of its first argument."""
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 X32 = 0x40000000
 
 
 def program(machine: str | None = None) -> bytes:
-    """The filter for this machine, or for one named as `uname -m` does."""
+    """Return the filter for this machine, or for one named as `uname -m` does."""
     machine = machine or platform.machine()
     if machine not in MACHINES:
         raise ConfigError(f"sandbox.backend: bwrap has a system call filter for {' and '.join(MACHINES)}, not for '{machine}'.")
@@ -116,7 +116,7 @@ def program(machine: str | None = None) -> bytes:
     for numbers in REFUSED.values():
         if (call := numbers[column]) is not None:
             code += [(JUMP_EQUAL, 0, 1, call), refuse]
-    # clone3's flags are out of sight, so it "does not exist" and the C library takes clone
+    # a filter cannot read clone3's flags, so it reports ENOSYS and the C library falls back to clone
     code += [(JUMP_EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]
     code += [(JUMP_EQUAL, 0, 3, CLONE[column]), (LOAD, 0, 0, FIRST_ARGUMENT), (JUMP_ANY_BIT, 0, 5, NEW_NAMESPACES), refuse]
     code += [(JUMP_EQUAL, 0, 3, PRLIMIT[column]), (LOAD, 0, 0, FIRST_ARGUMENT), (JUMP_EQUAL, 1, 0, 0), refuse]

@@ -1,4 +1,4 @@
-"""A row's `tests` column as tests. Several shapes are common; each means one thing.
+"""Parses a row's `tests` column into tests. Several forms are common:
 
 - a list of `{"input", "output"}`, `{"call": {"function", "args", "expected"}}`, `{"assert": code}`, `{"pytest": code}`;
 - a list of code: asserts, as in MBPP;
@@ -20,7 +20,7 @@ TEST_FUNCTION = re.compile(r"^\s*(async\s+)?def test|^class Test", re.MULTILINE)
 
 
 def read_tests(column: Any) -> list[Test]:
-    """The tests of a row."""
+    """Return the tests of a row."""
     if isinstance(column, str):
         return read_tests(found) if (found := _json(column)) is not None else [_code(column)]
     if isinstance(column, dict):
@@ -75,7 +75,7 @@ def _pairs(column: dict[str, Any]) -> list[Test]:
 
 
 def _arguments(given: Any) -> Any:
-    """Arguments as a list, or as text with JSON on each line."""
+    """Parse arguments: a list, or text with JSON on each line."""
     return [_value(line) for line in given.splitlines()] if isinstance(given, str) else given
 
 

@@ -1,4 +1,4 @@
-"""Programs as plain processes with the rights of the user. For programs that are trusted, where no box can be made."""
+"""Runs programs as plain processes with the rights of the user: for trusted programs on machines that cannot make a box."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from drumroll.sandbox.grading import Grader, Job, read_reply
 
 GRACE = 30.0
 LEAVE = 10.0
-"""Seconds a process has to end by itself."""
+"""Seconds that a process has to end by itself."""
 
 
 class UnsafeSandbox(Grader):
-    """A fresh interpreter for each run: limits hold for honest programs, and nothing is hidden from others."""
+    """Starts a fresh interpreter for each run: limits hold for honest programs, and nothing is hidden from others."""
 
     def __init__(self, config: SandboxConfig, struck: Counter[str] | None = None) -> None:
         super().__init__(config, struck)
         self.python = config.python or sys.executable
-        self._places = asyncio.Semaphore(config.workers or os.cpu_count() or 1)
+        self._slots = asyncio.Semaphore(config.workers or os.cpu_count() or 1)
 
     @override
     async def carry(self, job: Job) -> dict[str, Any] | None:
-        async with self._places:
+        async with self._slots:
             with tempfile.TemporaryDirectory(prefix="drumroll-", ignore_cleanup_errors=True) as folder:
                 (Path(folder) / "box.zip").write_bytes(box.code("once"))
                 if job.needs_pytest:
@@ -62,11 +62,11 @@ class UnsafeSandbox(Grader):
 
     @override
     async def close(self) -> None:
-        """Nothing is kept."""
+        """Free nothing: no process outlives its run."""
 
 
 async def _talk(process: asyncio.subprocess.Process, job: Job) -> dict[str, Any]:
-    """Give the supervisor its job and read the reply."""
+    """Send the supervisor its job and read the reply."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(job.message())
@@ -77,7 +77,7 @@ async def _talk(process: asyncio.subprocess.Process, job: Job) -> dict[str, Any]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Have a process kill everything that its program started, then end; kill it if it does not."""
+    """Ask a process to kill everything that its program started and end; kill it if it does not."""
     for end in (process.terminate, process.kill):
         with suppress(ProcessLookupError):
             end()

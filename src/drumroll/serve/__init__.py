@@ -1,5 +1,5 @@
-"""An OpenAI-compatible endpoint before the engines: agents written for that protocol are served, recorded and trained.
+"""An OpenAI-compatible endpoint in front of the engines: it serves, records and trains agents written for that protocol.
 
-A *caller* is whoever makes calls on behalf of one sample. What the engine saw and wrote in its calls is kept token by
-token, whatever the agent does with the texts.
+A *caller* makes calls on behalf of one sample. The endpoint records the tokens that the engine read and wrote in these
+calls exactly, whatever the agent does with the texts.
 """

@@ -1,7 +1,7 @@
-"""A user's agent as an episode: a function that talks to the model through the endpoint and returns a reward, or None.
+"""Runs a user's agent as an episode: a function that talks to the model through the endpoint and returns a reward, or None.
 
-It runs in this process, on an event loop of its own (plain functions: in a thread each), so that an agent which blocks
-holds up no training. Whatever it does wrong is its sample's failure.
+An agent runs in this process, on a separate event loop (plain functions: each in a thread), so that an agent which
+blocks does not hold up training. An agent's errors are failures of its sample.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from drumroll.serve.protocol import Refused
 from drumroll.serve.writing import Line
 
 GIVEN = ("client", "base_url", "api_key", "model", "task", "seed")
-"""What an agent may ask for besides the columns of its row."""
+"""The arguments that an agent may take besides the columns of its row."""
 
 
 class Agents:
@@ -53,7 +53,7 @@ class Agents:
         self._opening: asyncio.Task[None] | None = None
 
     def find(self, use: str) -> Callable[..., Any]:
-        """The function that `agent:module:function` names."""
+        """Return the function that `agent:module:function` names."""
         path = agent_path(use)
         assert path is not None, use
         function = import_path(path, "environment.use")
@@ -64,7 +64,7 @@ class Agents:
         return function
 
     def open(self, sample: Sample, seed: int, stream: str, sampling: Sampling | None) -> AgentEpisode:
-        """The episode of a sample whose scene is an agent; in training it samples as the run does."""
+        """Open the episode of a sample whose scene is an agent; in training it samples as the run does."""
         if sampling is None:
             own = self.rollout.of(sample.prompt.domain)
             temperature = 0.0 if sample.index == GREEDY else own.temperature
@@ -78,7 +78,7 @@ class Agents:
             self.served.notify(f"{failure}, for sample {sample.id}.")
 
     async def listen(self) -> None:
-        """Open the endpoint with the first agent."""
+        """Open the endpoint for the first agent."""
         self._opening = self._opening or asyncio.ensure_future(self.endpoint.open())
         await self._opening
 
@@ -98,14 +98,14 @@ class Agents:
 
 
 class AgentLoop(Loop):
-    """The loop that agents run on, with an `openai` client whose connections they share."""
+    """The event loop that agents run on, with an `openai` client whose connections they share."""
 
     def __init__(self) -> None:
         super().__init__("agents")
         self._clients: dict[asyncio.AbstractEventLoop, Any] = {}
 
     def client(self, base_url: str, api_key: str) -> Any:
-        """In the loop's thread: the client, for a sample's address."""
+        """Return the client for a sample's base URL; call it on the loop's thread."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             from openai import AsyncOpenAI
@@ -120,7 +120,7 @@ class AgentLoop(Loop):
 
 
 class AgentEpisode:
-    """One agent at work. It has the whole episode as its first move; the policy's turns are its calls."""
+    """One agent at work. `begin` plays the whole episode; the policy's turns are the agent's calls."""
 
     def __init__(self, agents: Agents, sample: Sample, seed: int, stream: str, sampling: Sampling) -> None:
         assert sample.prompt.scene is not None
@@ -147,14 +147,14 @@ class AgentEpisode:
         return False
 
     async def answer(self) -> bool:
-        """The policy has no turn of its own."""
+        """Never called: an agent's turns are its calls."""
         raise AssertionError("an agent's turns are its calls")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Free the episode's resources; it holds none."""
 
     async def _play(self) -> tuple[float | None, StopReason]:
-        """What the agent returns. A limit of the run that it runs into ends the episode; what else it raises fails it."""
+        """Return the agent's reward. Reaching a limit of the run ends the episode; any other error fails it."""
         seconds, handle = self.agents.config.step_timeout, secrets.token_urlsafe(12)
         caller: Caller | None = None
         try:
@@ -184,7 +184,7 @@ class AgentEpisode:
                 self.sample.completion = caller.last
 
     def _caller(self, meter: Meter) -> Caller:
-        """The sample at the endpoint. The time that its calls wait and take is not the agent's."""
+        """Make the caller of this sample. The time that its calls wait and take does not count against the agent."""
         agents, sample = self.agents, self.sample
         place = sample.draw * (agents.rollout.most_samples + 1) + sample.index + 1
         line = Line(
@@ -223,7 +223,7 @@ class AgentEpisode:
         return await in_thread(call, None)
 
     def _arguments(self, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """By name: what every agent may have, the environment's arguments, columns of the row."""
+        """Select the function's arguments by name: those of every agent, the environment's arguments, columns of the row."""
         row = dict(self.sample.prompt.columns)
         offered = {**row, **self.scene.args, **given, "task": row}
         parameters = inspect.signature(function).parameters.values()

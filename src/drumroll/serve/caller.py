@@ -1,4 +1,4 @@
-"""A caller: one sample's conversations with the model. It answers requests and keeps what was seen and written."""
+"""A caller: one sample's conversations with the model. It answers requests and records the tokens read and written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass
 class Served:
-    """What is served: a model under a name, its texts as tokens, and how many it can hold."""
+    """The served model: its name, renderer and decoder, and its context size in tokens."""
 
     name: str
     renderer: Renderer
@@ -34,11 +34,11 @@ class Served:
     told: set[str] = field(default_factory=set)
 
     def spell(self, tokens: list[int]) -> str:
-        """Tokens to text with special tokens, in which stop strings are looked for."""
+        """Decode tokens including special tokens, for finding stop strings."""
         return self.renderer.tokenizer.decode(tokens)
 
     def ignores(self, name: str, value: Any, own: Any) -> None:
-        """A parameter that a run does not take from its agents is told of once."""
+        """Report once that a run ignores a parameter of its agents."""
         if name not in self.told:
             self.told.add(name)
             instead = "this run chooses tokens without it" if own is None else f"this run samples with {name}={own:g}"
@@ -46,8 +46,8 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request that can be served: the call that it stands on, the tokens it adds, and how to go on from there."""
+class ChatRequest:
+    """A checked request: the call that it continues, the tokens that it adds, and its sampling parameters."""
 
     messages: list[Message]
     tools: list[Any]
@@ -61,16 +61,17 @@ class Asked:
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer: the message, and the completion that it was read from."""
+    """One answer: the message, and the completion that it was parsed from."""
 
     message: Message
     written: Completion
 
 
 class Caller:
-    """Whoever calls on behalf of one sample.
+    """Makes calls on behalf of one sample.
 
-    With `fixed` sampling the run decides how tokens are chosen; the caller may only want fewer of them, and stop strings.
+    With `fixed` sampling the run decides how tokens are chosen; the caller may only ask for fewer tokens, and add stop
+    strings.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class Caller:
 
     # --- a request ---
 
-    def ask(self, body: Body) -> Asked:
-        """Check a request and render what it adds to the conversation it extends."""
+    def ask(self, body: Body) -> ChatRequest:
+        """Check a request and render the tokens that it adds to the conversation it extends."""
         shown = body.shown_tools()
         self._check_tools(shown)
         if self.turns is not None and self._begun + body.n > self.turns:
@@ -119,13 +120,15 @@ class Caller:
             )
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, self.served.context - len(tokens)))
         first, self._begun = self._begun, self._begun + body.n
-        return Asked(messages, shown, parent, added, tokens, sampling, body, first)
+        return ChatRequest(messages, shown, parent, added, tokens, sampling, body, first)
 
-    async def answer(self, asked: Asked, heard: Callable[[int, Completion], Awaitable[None]] | None = None) -> list[Choice]:
-        """Generate all choices and note them; `heard` is told of each as it grows. Given up, it leaves nothing behind."""
+    async def answer(
+        self, asked: ChatRequest, received: Callable[[int, Completion], Awaitable[None]] | None = None
+    ) -> list[Choice]:
+        """Generate all choices and record them; `received` is called as each grows. If cancelled, nothing is recorded."""
 
         def listener(index: int) -> Callable[[Completion], Awaitable[None]] | None:
-            return None if heard is None else lambda done: heard(index, done)
+            return None if received is None else lambda done: received(index, done)
 
         writing = [
             self.line.write(
@@ -141,7 +144,7 @@ class Caller:
         return [self._note(asked, i, done) for i, done in enumerate(written)]
 
     def close(self) -> None:
-        """The sample is over: no further calls, and an end to those under way."""
+        """End the sample: refuse further calls and cancel those in progress."""
         self.closed = True
         for task in self._work:
             task.cancel()
@@ -149,7 +152,7 @@ class Caller:
     # --- its parts ---
 
     async def _owned(self, work: Coroutine[Any, Any, T]) -> T:
-        """Work that ends with the caller; who waits for it is then told, not cancelled."""
+        """Await work that ends with the caller; its waiter then receives a `Refused` instead of a cancellation."""
         task = asyncio.ensure_future(work)
         self._work.add(task)
         try:
@@ -172,7 +175,7 @@ class Caller:
             )
 
     def _sampling(self, body: Body) -> Sampling:
-        """The run's own way, or the caller's."""
+        """Return the sampling parameters: the run's own, or the caller's."""
         own, chosen, most = self.sampling, body.chosen(), body.most()
         sampling = replace(own, max_tokens=min(own.max_tokens, most or own.max_tokens), stop=(*own.stop, *body.stops()))
         if self.fixed:
@@ -191,7 +194,7 @@ class Caller:
         return replace(sampling, **chosen)
 
     def _place(self, messages: list[Message], shown: list[Any]) -> tuple[Call | None, list[int]]:
-        """The call that a conversation goes on from, and the tokens after it; without one, all its tokens."""
+        """Return the call that a conversation continues and the tokens after it; or None and all tokens."""
         renderer = self.served.renderer
         try:
             parent, covered = self.calls.find(marks(messages, shown))
@@ -203,8 +206,8 @@ class Caller:
         except DataError as error:
             raise Refused(400, str(error), param="messages") from None
 
-    def _note(self, asked: Asked, index: int, written: Completion) -> Choice:
-        """Keep a completion, and say it as a message."""
+    def _note(self, asked: ChatRequest, index: int, written: Completion) -> Choice:
+        """Record a completion and return it as a message."""
         text = tools.cut(self.served.decode(written.tokens), asked.sampling.stop)
         self.last = text
         message: Message = {"role": "assistant", "content": text}
@@ -225,11 +228,11 @@ class Caller:
 
 TURNS, CONTEXT = "max_turns", "context_length_exceeded"
 LIMITS = {TURNS: StopReason.TURNS, CONTEXT: StopReason.CONTEXT}
-"""Refusals that end an episode rather than fail it."""
+"""Error codes that end an episode instead of failing it."""
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; when one fails, the others are given up."""
+    """Await all results; if one fails, cancel the others."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each) for each in work]
     return [task.result() for task in tasks]

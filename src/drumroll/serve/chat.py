@@ -1,4 +1,4 @@
-"""Conversations of the OpenAI protocol as tokens: the whole of one, or what follows a completion that is kept as it is."""
+"""Renders conversations of the OpenAI protocol as tokens: a whole one, or the part after a completion that stays as sampled."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from drumroll.engines import Completion
 from drumroll.sample import Message, StopReason
 
 SENTINEL = "completion-as-sampled-0f7c2"
-"""Stands for the completion while a template is applied, to find what the template puts after it."""
+"""Stands for the completion while a template is applied, to find what the template adds after it."""
 
 
 def marks(messages: Sequence[Message], tools: Sequence[Any]) -> list[str]:
-    """What identifies each message, however a client wrote it down; the tools belong to the first.
+    """Return a key for each message that does not depend on how a client wrote it; the tools belong to the first.
 
-    Blanks around what the model said are often lost on the way back, and mean nothing.
+    Whitespace around the model's messages is often lost on the way back and carries no meaning, so it is ignored.
     """
     found = []
     for i, message in enumerate(messages):
@@ -29,7 +29,7 @@ def marks(messages: Sequence[Message], tools: Sequence[Any]) -> list[str]:
 
 
 def plain(message: Message) -> Message:
-    """A message as templates read it: its text, tool calls with their arguments as data, nothing that is empty."""
+    """Return a message as templates read it: its text, tool calls with parsed arguments, no empty fields."""
     found: Message = {"role": message["role"], "content": message.get("content") or ""}
     if message.get("tool_calls"):
         found["tool_calls"] = [
@@ -40,7 +40,7 @@ def plain(message: Message) -> Message:
 
 
 def whole(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-    """Tokens of a conversation up to where the model writes; without a chat template, its texts end to end."""
+    """Return the tokens of a conversation up to where the model writes; without a chat template, its texts joined."""
     if not renderer.has_template:
         return list(renderer.prompt("".join(m["content"] for m in messages), chat=False))
     return renderer.controls.rendered(renderer.text([plain(m) for m in messages], tools))
@@ -49,9 +49,10 @@ def whole(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any])
 def following(
     renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any], covered: int, written: Completion
 ) -> list[int] | None:
-    """Tokens between a completion, the last of the `covered` messages, and the next; None if the template does not keep it.
+    """Return the tokens between a completion, the last of the `covered` messages, and the next one.
 
-    A template that shows earlier turns otherwise than they were (without their thoughts, say) asks for a new trace.
+    Returns None if the template does not keep the completion: a template that shows earlier turns differently (for
+    example without their thoughts) needs a new trace.
     """
     if not renderer.has_template:
         return renderer.encode("".join(m["content"] for m in messages[covered:]))
@@ -70,7 +71,7 @@ def following(
 
 
 def _data(arguments: Any) -> Any:
-    """Arguments travel as text; templates want them as data."""
+    """Parse arguments, which travel as text, into data for templates."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:

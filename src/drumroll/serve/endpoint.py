@@ -1,4 +1,4 @@
-"""The HTTP endpoint: routes, the token, streams. What it answers with is the callers'."""
+"""The HTTP endpoint: routes, the token, streams. The callers produce its answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drumroll.engines import Completion, EngineLost
 from drumroll.errors import MissingExtra
 from drumroll.sample import StopReason
 from drumroll.serve import tools
-from drumroll.serve.caller import Asked, Caller, Choice, Served
+from drumroll.serve.caller import Caller, ChatRequest, Choice, Served
 from drumroll.serve.protocol import Refused, event, finish, read, usage
 
 try:
@@ -22,12 +22,12 @@ except ImportError:
     raise MissingExtra("the endpoint for agents", "serve") from None
 
 LARGEST = 32 * 2**20
-"""Bytes of a request."""
+"""The largest request in bytes."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
-    """Serves callers, found by the path of their base URL (None: the bare `/v1`), to who has the token."""
+    """Serves callers, found by the path of their base URL (None: the bare `/v1`), to clients that have the token."""
 
     def __init__(self, served: Served, find: Callable[[str | None], Caller], token: str | None = None) -> None:
         self.served = served
@@ -37,7 +37,7 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
 
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; port 0 takes a free one."""
+        """Listen; port 0 picks a free one."""
         app = web.Application(client_max_size=LARGEST, middlewares=[self._guard])
         app.router.add_get("/health", self._health)
         for base in ("", "/s/{sample}"):
@@ -52,13 +52,13 @@ class Endpoint:
         self.url = f"http://{f'[{where}]' if ':' in where else where}:{number}"
 
     async def close(self) -> None:
-        """Stop listening; what is under way is given up."""
+        """Stop listening and cancel requests in progress."""
         if self._runner is not None:
             await self._runner.cleanup()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let in who has the token, and put every refusal into the protocol's shape."""
+        """Check the token, and format every error as the protocol does."""
         try:
             given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
             if request.path != "/health" and not hmac.compare_digest(
@@ -92,7 +92,7 @@ class Endpoint:
         return {"id": self.served.name, "object": "model", "created": 0, "owned_by": "drumroll"}
 
     async def _traces(self, request: web.Request) -> web.StreamResponse:
-        """A sample's record so far."""
+        """Return a sample's traces so far."""
         traces, _ = self.find(request.match_info["sample"]).calls.traces()
         columns = ("tokens", "owners", "logprobs", "versions")
         return web.json_response([{name: [*getattr(trace, name)] for name in columns} for trace in traces])
@@ -114,9 +114,9 @@ class Endpoint:
 
 
 class _Stream:
-    """One answer as server-sent events: texts as they settle, then tool calls, endings, and the count of tokens."""
+    """One answer as server-sent events: text as it becomes final, then tool calls, finish reasons, and token counts."""
 
-    def __init__(self, served: Served, caller: Caller, asked: Asked, head: dict[str, Any]) -> None:
+    def __init__(self, served: Served, caller: Caller, asked: ChatRequest, head: dict[str, Any]) -> None:
         self.served = served
         self.caller = caller
         self.asked = asked
@@ -126,12 +126,15 @@ class _Stream:
         self.tokens = [0] * asked.body.n
 
     async def run(self, request: web.Request) -> web.StreamResponse:
-        """Write it all. What goes wrong after the first byte is an event, because the status has been sent."""
+        """Write the whole stream.
+
+        An error after the first byte is sent as an event, because the status has already been sent.
+        """
         await self.response.prepare(request)
         try:
             for i in range(self.asked.body.n):
                 await self._send(i, {"role": "assistant", "content": ""})
-            choices = await self.caller.answer(self.asked, self._heard)
+            choices = await self.caller.answer(self.asked, self._received)
             for i, choice in enumerate(choices):
                 await self._end(i, choice)
             if self.asked.body.stream_options.include_usage:
@@ -142,7 +145,7 @@ class _Stream:
         await self.response.write_eof()
         return self.response
 
-    async def _heard(self, index: int, done: Completion) -> None:
+    async def _received(self, index: int, done: Completion) -> None:
         text = self.served.decode(done.tokens)
         text = tools.settled(text, self.asked.sampling.stop, tools=bool(self.asked.tools))
         if len(text) > len(self.sent[index]):
@@ -168,7 +171,7 @@ class _Stream:
 
 
 def _logprobs(served: Served, written: Completion) -> list[dict[str, Any]]:
-    """Every token with its log-prob; the token that ended the turn is no part of the text."""
+    """Return every token with its log-prob, except the token that ended the turn, which is not part of the text."""
     count = len(written.tokens) - (written.stop is StopReason.EOS)
     listed = []
     for token, logprob in zip(written.tokens[:count], written.logprobs[:count], strict=True):
@@ -177,12 +180,12 @@ def _logprobs(served: Served, written: Completion) -> list[dict[str, Any]]:
     return listed
 
 
-def _usage(asked: Asked, choices: list[Choice]) -> dict[str, int]:
+def _usage(asked: ChatRequest, choices: list[Choice]) -> dict[str, int]:
     return usage(len(asked.tokens), sum(len(choice.written.tokens) for choice in choices))
 
 
 def _fault(error: BaseException) -> Refused:
-    """What went wrong on this side; an engine that is lost or late may be back soon."""
+    """Return the error of this side as a `Refused`; a lost or late engine may be back soon, so it is a 503."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, Refused):

@@ -1,4 +1,4 @@
-"""The OpenAI protocol's shapes: requests that are checked where they enter, completions, chunks and errors."""
+"""The data of the OpenAI protocol: requests, validated on entry, completions, chunks and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_TOP_K = 2**31 - 1
 
 
 class Refused(Exception):
-    """A request that cannot be served, and how the protocol says so."""
+    """A request that cannot be served, with its status and body in the protocol's form."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -34,12 +34,12 @@ def _listed(value: Any) -> Any:
 
 
 def _sound(text: str) -> str:
-    text.encode()  # half a surrogate pair is no text, and this says so
+    text.encode()  # raises for half a surrogate pair, which is not text
     return text
 
 
 def _temperature(value: float) -> float:
-    if 0 < value < LEAST_TEMPERATURE:  # logits divided by less may overflow
+    if 0 < value < LEAST_TEMPERATURE:  # dividing logits by less may overflow
         raise ValueError(f"must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}")
     return value
 
@@ -82,7 +82,7 @@ class _Format(BaseModel):
 
 
 class Body(BaseModel):
-    """A request for chat completions. A parameter that is not here is not supported."""
+    """A request for chat completions. Parameters that are not listed here are not supported."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -103,7 +103,7 @@ class Body(BaseModel):
     user: str = ""
     metadata: dict[str, str] = {}
     store: bool = False
-    # How tokens are chosen: a run's own way wins.
+    # Sampling parameters; those of a training run take precedence.
     temperature: Annotated[float, AfterValidator(_temperature)] | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MOST_TOP_K)
@@ -114,11 +114,11 @@ class Body(BaseModel):
     logit_bias: dict[str, float] | None = None
 
     def chosen(self) -> dict[str, Any]:
-        """What the caller says about how tokens are chosen."""
+        """Return the sampling parameters that the caller set."""
         return {name: value for name in CHOOSING if (value := getattr(self, name)) is not None}
 
     def conversation(self) -> list[Message]:
-        """The messages as plain data; a developer's are the system's, which is the name that templates know."""
+        """Return the messages as plain data. Developer messages become system messages, the role that templates know."""
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
         for message in messages:
             message["content"] = "".join(part["text"] for part in message.get("content", ()))
@@ -126,15 +126,15 @@ class Body(BaseModel):
         return messages
 
     def stops(self) -> tuple[str, ...]:
-        """The strings that end a completion."""
+        """Return the strings that end a completion."""
         return tuple(stop for stop in self.stop if stop)
 
     def most(self) -> int | None:
-        """The most tokens wanted."""
+        """Return the maximum number of tokens, or None."""
         return self.max_completion_tokens or self.max_tokens
 
     def shown_tools(self) -> list[Any]:
-        """The tools that the model is told of."""
+        """Return the tools to show to the model."""
         return [tool.model_dump() for tool in self.tools] if self.tool_choice == "auto" else []
 
 
@@ -145,7 +145,7 @@ CHOOSING = (
 
 
 def read(text: bytes) -> Body:
-    """A request's body, or what is wrong with it. A null is a parameter left out."""
+    """Parse and validate the body of a request. A null value counts as absent."""
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -164,17 +164,17 @@ def read(text: bytes) -> Body:
 
 
 def finish(stop: StopReason, message: Message) -> str:
-    """Why a completion ended, in the protocol's words."""
+    """Return the protocol's finish reason of a completion."""
     if message.get("tool_calls"):
         return "tool_calls"
     return "length" if stop in (StopReason.LENGTH, StopReason.CONTEXT) else "stop"
 
 
 def usage(prompt: int, written: int) -> dict[str, int]:
-    """The count of tokens."""
+    """Return the token counts."""
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
 def event(data: Any) -> bytes:
-    """One server-sent event."""
+    """Format one server-sent event."""
     return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()

@@ -1,4 +1,4 @@
-"""Tool calls in the Hermes style: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` within the text."""
+"""Parses tool calls in the Hermes style: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` within the text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _CALL = re.compile(re.escape(BEGIN) + r"(.*?)(?:" + re.escape(END) + r"|\Z)", re
 
 
 def split(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text before the first tool call, and the calls as {name, arguments}; a call that cannot be read is text."""
+    """Return the text before the first tool call, and the calls as {name, arguments}.
+
+    A call that cannot be parsed stays text.
+    """
     found: list[dict[str, Any]] = []
     for match in _CALL.finditer(text):
         try:
@@ -24,12 +27,15 @@ def split(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string."""
+    """Return the text before the first stop string."""
     return text[: min([text.index(stop) for stop in stops if stop in text], default=len(text))]
 
 
 def settled(text: str, stops: Sequence[str], *, tools: bool) -> str:
-    """As much of an unfinished text as will stay: what may yet become a stop string, a tool call or a letter is held back."""
+    """Return the part of an unfinished text that is final.
+
+    The end of the text is held back while it may still become a stop string, a tool call or a character.
+    """
     ends = [*stops, BEGIN] if tools else list(stops)
     text = cut(text, ends)
     held = max((size for end in ends for size in range(1, len(end)) if text.endswith(end[:size])), default=0)

@@ -1,7 +1,7 @@
-"""The calls of one sample as a tree of tokens: what was seen and written, and the linear traces that it comes to.
+"""The calls of one sample as a tree of tokens, and the linear traces made from it.
 
-A call that extends an earlier one stands on its tokens, exactly as they were sampled. A fork shares what came before;
-a conversation that was rewritten begins anew. Plain data: nothing is rendered, tokenised or sent here.
+A call that extends an earlier one continues its tokens, exactly as they were sampled. A fork shares the tokens before
+it; a conversation that was rewritten starts a new root. Plain data: nothing is rendered, tokenised or sent here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from drumroll.sample import Owner, Trace, Turn
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One completion: the call it stands on, the tokens added since then, and what the model wrote."""
+    """One completion: the call it continues, the tokens added since then, and the tokens that the model wrote."""
 
     number: int
     parent: Call | None
@@ -24,7 +24,7 @@ class Call:
     written: Completion
 
     def path(self) -> list[Call]:
-        """The calls from the first to this one."""
+        """Return the calls from the first to this one."""
         path: list[Call] = []
         call: Call | None = self
         while call is not None:
@@ -33,18 +33,18 @@ class Call:
         return path[::-1]
 
     def seen(self) -> list[int]:
-        """What the engine saw: all tokens before those it wrote."""
+        """Return the tokens that the engine read: all tokens before those it wrote."""
         return [*(() if self.parent is None else self.parent.after()), *self.added]
 
     def after(self) -> list[int]:
-        """All tokens of the conversation up to and with this completion."""
+        """Return all tokens of the conversation up to and including this completion."""
         return [token for call in self.path() for token in (*call.added, *call.written.tokens)]
 
 
 class Calls:
-    """All calls of a sample, found again by the conversations that follow them.
+    """All calls of a sample, found by the conversations that continue them.
 
-    A conversation is named by the marks of its messages; marks are compared, never read.
+    The marks of its messages identify a conversation; marks are compared, never parsed.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Calls:
         self._by_conversation: dict[bytes, Call] = {}
 
     def find(self, marks: Sequence[str]) -> tuple[Call | None, int]:
-        """The call that a conversation extends furthest, and how many of its marks that call covers."""
+        """Return the call whose conversation is the longest prefix of this one, and how many marks it covers."""
         names = _names(marks)
         for length in range(len(marks), 0, -1):
             if (call := self._by_conversation.get(names[length - 1])) is not None:
@@ -60,17 +60,17 @@ class Calls:
         return None, 0
 
     def add(self, parent: Call | None, added: Sequence[int], written: Completion, marks: Sequence[str]) -> Call:
-        """Note a call; `marks` name the conversation with what was written at its end."""
+        """Record a call; `marks` identify the conversation including the written message."""
         call = Call(len(self.all), parent, tuple(added), written)
         self.all.append(call)
         self._by_conversation[_names(marks)[-1]] = call
         return call
 
     def traces(self) -> tuple[list[Trace], list[Turn]]:
-        """A trace for every call that nothing follows, and where each call stands in them.
+        """Return a trace for every call that no other call continues, and the position of each call in them.
 
-        Every token that was written is the policy's in exactly one trace, so that it is trained on once. In the others
-        it is part of the prompt, and so is everything else that a fork has in common with an earlier trace.
+        Every token that the model wrote belongs to the policy in exactly one trace, so that it is trained on once. In
+        other traces it is part of the prompt, as is everything else that a fork shares with an earlier trace.
         """
         followed = {call.parent.number for call in self.all if call.parent is not None}
         traces: list[Trace] = []
@@ -93,7 +93,7 @@ class Calls:
 
 
 def _names(marks: Sequence[str]) -> list[bytes]:
-    """A name for each beginning of a conversation."""
+    """Return a hash for each prefix of a conversation."""
     names, running = [], hashlib.sha256()
     for mark in marks:
         running.update(hashlib.sha256(mark.encode()).digest())

@@ -1,4 +1,4 @@
-"""From tokens to a completion by the engines behind a router: whatever interrupts it, it goes on from what it has."""
+"""Generates a completion with the engines behind a router, continuing after interruptions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from drumroll.engines import Completion, EngineLost, Request, Sampling
 from drumroll.engines.continuation import Continuation
 
 SLICE = 16
-"""Tokens at a time where somebody listens while they are written."""
-Heard = Callable[[Completion], Awaitable[None]]
+"""Tokens per request when a listener receives the text while it is written."""
+Received = Callable[[Completion], Awaitable[None]]
 Generate = Callable[[Request, Hashable, int, float, Callable[[], None]], Awaitable[Completion]]
-"""As `Router.generate`."""
+"""The signature of `Router.generate`."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A caller's way to the engines: its place among others, and how long and how often it tries."""
+    """A caller's access to the engines: its priority among others, its time limit and its number of retries."""
 
     generate: Generate
     spell: Callable[[list[int]], str]
@@ -27,9 +27,12 @@ class Line:
     retries: int = 2
 
     async def write(
-        self, name: str, tokens: list[int], sampling: Sampling, seed: int, heard: Heard | None = None
+        self, name: str, tokens: list[int], sampling: Sampling, seed: int, received: Received | None = None
     ) -> Completion:
-        """One completion. With `heard` it is written in slices, and told after each; the tokens are the same."""
+        """Generate one completion.
+
+        With `received` it is generated in slices and passed on after each; the tokens are the same.
+        """
         text = Continuation(name, tokens, sampling, seed, self.spell, self.place)
 
         def send(request: Request) -> Awaitable[Completion]:
@@ -40,7 +43,7 @@ class Line:
                 raise error
 
         async def grown(part: Completion) -> None:
-            if heard is not None:
-                await heard(text.written)
+            if received is not None:
+                await received(text.written)
 
-        return await text.run(send, failed=failed, grown=grown, at_most=None if heard is None else SLICE)
+        return await text.run(send, failed=failed, grown=grown, at_most=None if received is None else SLICE)

@@ -1,14 +1,15 @@
-"""The weight bus: moves named tensors from a learner to engines. One file per transport beside this one.
+"""Weight sync: moves named tensors from a learner to engines. Each transport is one file in this package.
 
     sender.send(version, (name, tensor)*) → manifest     the learner's side; the manifest travels by any RPC
     receiver.receive(manifest) → (name, tensor)*         the engine's side
 
 `local` hands over the tensors themselves. `shared` writes them once into memory that all processes of a host can map.
-`broadcast` streams them in buckets through a process group of its own. Full tensors go in and come out one at a time: a
-sharded learner gathers one at a time, and an engine needs no second copy of all weights.
+`broadcast` streams them in buckets through a separate process group. Full tensors go in and come out one at a time: a
+sharded learner gathers one tensor at a time, and an engine needs no second copy of all weights.
 
-What was received is for reading, and stays as it is for as long as it is held, whatever is sent meanwhile. A version that
-is half-written, overwritten or not the announced one is never given out. Nothing here knows a model, an engine or Ray.
+Received tensors are read-only. They stay unchanged for as long as the receiver holds them, whatever is sent meanwhile.
+A receiver never returns a version that is half-written, overwritten or other than the announced one. This package knows
+nothing of models, engines or Ray.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ ALIGN = 64
 
 
 class WeightSyncError(DrumrollError):
-    """Weights that did not arrive."""
+    """The weights did not arrive."""
 
 
 class WrongVersion(WeightSyncError):
-    """The weights found are not those that the manifest announced."""
+    """The weights found are not the version that the manifest announces."""
 
 
 class Corrupted(WeightSyncError):
-    """A tensor whose bytes changed on the way."""
+    """The bytes of a tensor changed in transit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where one tensor lies among the bytes of a segment or bucket."""
+    """The position of one tensor among the bytes of a segment or bucket."""
 
     name: str
     dtype: torch.dtype
@@ -56,7 +57,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """What travels instead of weights: which version, and where it is. Only the local transport's holds tensors."""
+    """A description of one version of the weights: its number and where to get it.
+
+    Only the local transport's manifest holds tensors.
+    """
 
     version: Version
     where: str = ""
@@ -67,53 +71,53 @@ class WeightManifest:
 
 
 class Sender(Protocol):
-    """The learner's side."""
+    """The learner's side of weight sync."""
 
     def send(self, version: Version, tensors: Named) -> WeightManifest:
-        """Offer a version: it can be received from now on. The tensors may not change until `wait` returns."""
+        """Offer a version to receivers. The tensors must not change until `wait` returns."""
         ...
 
     def wait(self) -> None:
-        """Return when the tensors may change again; raises what went wrong on the way."""
+        """Wait until the tensors may change again; raise the error if sending failed."""
         ...
 
     def close(self) -> None:
-        """Free everything. Manifests not yet received are lost; tensors already received are not."""
+        """Free everything. Receivers lose manifests that they have not yet received, but keep tensors that they have."""
         ...
 
 
 class Receiver(Protocol):
-    """The engine's side, one per process."""
+    """The engine's side of weight sync, one per process."""
 
     def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a manifest, one at a time."""
+        """Yield the tensors of a manifest, one at a time."""
         ...
 
     def close(self) -> None:
-        """Free everything but what is still held."""
+        """Free everything except tensors that are still held."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How tensors become bytes: floating ones as `dtype` if one is given, with checksums on demand."""
+    """How tensors become bytes: `dtype`, if set, is the type of floating-point tensors; `checksum` adds a CRC per tensor."""
 
     dtype: torch.dtype | None = None
     checksum: bool = False
 
     def place(self, name: str, tensor: Tensor, after: int) -> Entry:
-        """The next place after so many bytes."""
+        """Return the next aligned entry after `after` bytes."""
         dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
         begin = -(-after // ALIGN) * ALIGN
         return Entry(name, dtype, tuple(tensor.shape), begin, begin + tensor.numel() * dtype.itemsize)
 
     def write(self, data: Tensor, entry: Entry, tensor: Tensor) -> Entry:
-        """Copy a tensor, of any device and strides, to its place."""
+        """Copy a tensor of any device and strides to its entry's bytes."""
         _view(data, entry).copy_(tensor.detach())
         return self.seal(data, entry)
 
     def seal(self, data: Tensor, entry: Entry) -> Entry:
-        """The entry with its checksum, if one is wanted."""
+        """Return the entry with its checksum, if checksums are enabled."""
         return replace(entry, checksum=_checksum(data, entry)) if self.checksum else entry
 
 
@@ -121,7 +125,7 @@ AS_IS = Packing()
 
 
 def unpack(data: Tensor, entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors among some bytes, without a copy."""
+    """Yield the tensors stored in `data`, without copying. Raises `Corrupted` if a checksum differs."""
     for entry in entries:
         if entry.checksum is not None and entry.checksum != _checksum(data, entry):
             raise Corrupted(f"The checksum of '{entry.name}' is not the sender's: its bytes changed on the way. Publish again.")
@@ -137,14 +141,17 @@ def _checksum(data: Tensor, entry: Entry) -> int:
 
 
 def lend(address: int, size: int, give_back: Callable[[], object]) -> Tensor:
-    """Memory as a tensor of bytes; `give_back`, which keeps it alive, is called when the last tensor made of it is gone."""
+    """Wrap memory as a tensor of bytes.
+
+    `give_back` keeps the memory alive and is called when the last tensor made of it is gone.
+    """
     held = (ctypes.c_byte * size).from_address(address)
     weakref.finalize(held, give_back)
     return torch.frombuffer(held, dtype=torch.uint8)
 
 
 def settle(tensors: Iterable[Tensor]) -> None:
-    """Move tensors next to each other in memory, type by type: neighbours are sent as they lie, without packing."""
+    """Move tensors of one dtype and device next to each other in memory: a transport sends neighbours without packing."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -159,7 +166,7 @@ def settle(tensors: Iterable[Tensor]) -> None:
 
 
 class Local:
-    """Both sides for engines in the learner's process: nothing moves, and what was received changes with the learner's."""
+    """Both sides of weight sync in the learner's process. It copies nothing, so received tensors change with the learner's."""
 
     def send(self, version: Version, tensors: Named) -> WeightManifest:
         return WeightManifest(version, weights=dict(tensors))

@@ -1,8 +1,11 @@
-"""Weights by broadcast, for engines anywhere: gloo in main memory, NCCL between CUDA devices. Store and gloo listen on one address.
+"""Weight sync by broadcast, for engines on any host: gloo in main memory, NCCL between CUDA devices.
 
-The process group is apart from torch's default one. Small tensors are packed into buckets; one as large as a bucket is sent from
-where it lies. A bucket is packed while those before are on their way, and read while those after are. A header says what the
-next bucket holds; it goes by the group's store, so no side has to know the tensors in advance.
+Store and gloo listen on one address.
+
+The process group is separate from torch's default group. The sender packs small tensors into buckets and sends a tensor
+as large as a bucket from its own memory. It packs a bucket while earlier ones are in flight, and a receiver reads a
+bucket while later ones are. A header describes the next bucket; it travels through the group's store, so neither side
+needs to know the tensors in advance.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).valu
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the sender and the receivers meet, and how many they are together. With port 0 the sender picks one."""
+    """The address where the sender and its receivers meet, and their total number. With port 0 the sender picks a port."""
 
     host: str
     port: int
@@ -45,7 +48,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The next bucket of a manifest. One without entries is the last, and `error` is why the sender gave up."""
+    """Describes the next bucket. A header without entries ends the transfer; `error` says why the sender gave up."""
 
     version: Version
     entries: tuple[Entry, ...] = ()
@@ -53,7 +56,7 @@ class _Header:
     error: str = ""
 
     def encode(self) -> str:
-        """As JSON: whoever can reach the store can write there, so nothing that runs code may be read from it."""
+        """Encode as JSON, never pickle: anyone who can reach the store can write to it."""
         entries = [[e.name, str(e.dtype).removeprefix("torch."), e.shape, e.begin, e.end, e.checksum] for e in self.entries]
         return json.dumps([self.version, entries, self.size, self.error])
 
@@ -64,7 +67,7 @@ class _Header:
 
 
 class _Link:
-    """One process's end of the group; rank 0 sends."""
+    """One process's side of the group; rank 0 is the sender."""
 
     def __init__(self, meeting: Meeting, rank: int, address: str) -> None:
         where = meeting.host, meeting.port, meeting.seconds
@@ -77,7 +80,7 @@ class _Link:
 
     @cached_property
     def group(self) -> Any:
-        """Made with the first bucket, since making it waits until all are there."""
+        """The process group, made with the first bucket, because making it waits until all ranks have joined."""
         store, size = dist.PrefixStore("group", self.store), self.meeting.size
         with meeting(store, self.rank, size, self.address, self.meeting.seconds):
             if self.meeting.device == "cpu":
@@ -114,7 +117,10 @@ class _Link:
             self.store.delete_key(key)
 
     def _land(self, works: deque[Any], flying: int = 0) -> None:
-        """Wait until only so many are in flight. A group that lost a member is given up, so that the others need not wait."""
+        """Wait until at most `flying` broadcasts are in flight.
+
+        If one fails, drop the group, so that the other ranks need not wait.
+        """
         try:
             while len(works) > flying:
                 works.popleft().wait()
@@ -143,7 +149,7 @@ class _Link:
                 return
 
     def buffer(self, size: int) -> Tensor:
-        """Bytes on the device. Main memory is used again when no longer held: fresh pages cost more than a copy."""
+        """Allocate bytes on the device. Main memory is reused once nothing holds it: fresh pages cost more than a copy."""
         if self.meeting.device != "cpu" or not size:
             return torch.empty(size, dtype=torch.uint8, device=self.meeting.device)
         for memory in sorted(self._idle.values(), key=len):
@@ -154,15 +160,15 @@ class _Link:
         return lend(memory.data_ptr(), size, lambda: self._retire(memory))
 
     def _retire(self, memory: Tensor) -> None:
-        """Called wherever the last tensor happens to be dropped, so each step must stand alone."""
+        """Keep a buffer for reuse. Runs on whichever thread drops the last tensor, so each step must be safe on its own."""
         self._idle[memory.data_ptr()] = memory
         if len(self._idle) > IN_FLIGHT + 1:
             smallest = min(list(self._idle.values()), key=len)
             self._idle.pop(smallest.data_ptr(), None)
 
 
-class _Lying:
-    """Tensors that lie next to each other, as one bucket without a copy."""
+class _Contiguous:
+    """Tensors that are next to each other in memory, sent as one bucket without a copy."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.storage = tensor.untyped_storage()
@@ -170,7 +176,7 @@ class _Lying:
         self.entries = [Entry(name, tensor.dtype, tuple(tensor.shape), 0, tensor.nbytes)]
 
     def add(self, name: str, tensor: Tensor, limit: int) -> bool:
-        """Whether the tensor is the next neighbour and there is room for it; then it is taken."""
+        """Append the tensor if it is the next neighbour and fits in the bucket; return whether it was appended."""
         begin = int(tensor.storage_offset()) * tensor.itemsize - self.begin
         end = begin + tensor.nbytes
         near = 0 <= begin - self.entries[-1].end < 2 * ALIGN and end <= limit
@@ -180,7 +186,7 @@ class _Lying:
         return True
 
     def sealed(self, packing: Packing) -> tuple[list[Entry], Tensor]:
-        """The bucket, with checksums if wanted."""
+        """Return the bucket's entries, with checksums if enabled, and its bytes."""
         size = self.entries[-1].end
         whole: Any = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         data = whole.set_(self.storage, self.begin, (size,))
@@ -188,7 +194,7 @@ class _Lying:
 
 
 class BroadcastSender:
-    """Sends from a thread of its own, so that the manifest can go ahead and call the receivers."""
+    """Sends from a background thread, so that the caller can pass the manifest on and start the receivers meanwhile."""
 
     def __init__(self, meeting: Meeting, packing: Packing = AS_IS, bucket: int = BUCKET, address: str = LOOPBACK) -> None:
         self._link = _Link(meeting, 0, address)
@@ -209,7 +215,7 @@ class BroadcastSender:
         try:
             if sending is not None:
                 sending.result()
-        except RuntimeError as error:  # torch's own, of gloo, NCCL and the store
+        except RuntimeError as error:  # raised by torch: gloo, NCCL or the store
             raise WeightSyncError(f"The weights did not reach all engines; close this sender and meet anew: {error}") from error
 
     def _run(self, attempt: int, version: Version, tensors: Named, done: Future[None]) -> None:
@@ -221,22 +227,22 @@ class BroadcastSender:
             done.set_exception(error)
 
     def _buckets(self, tensors: Named) -> Iterator[tuple[list[Entry], Tensor]]:
-        """Neighbours in memory go as they lie; what lies alone or must be converted is packed first."""
+        """Yield buckets: neighbours in memory as they are, isolated tensors and those to convert packed into a buffer."""
         data, entries, end = torch.empty(0), list[Entry](), 0
-        lying: _Lying | None = None
+        adjacent: _Contiguous | None = None
         for name, tensor in tensors:
             if self._ready(tensor, self.packing.place(name, tensor, 0)):
                 if entries:
                     yield entries, data[: max(end, 1)]
                     entries, end = [], 0
-                if lying is None or not lying.add(name, tensor, self.bucket):
-                    if lying is not None:
-                        yield lying.sealed(self.packing)
-                    lying = _Lying(name, tensor)
+                if adjacent is None or not adjacent.add(name, tensor, self.bucket):
+                    if adjacent is not None:
+                        yield adjacent.sealed(self.packing)
+                    adjacent = _Contiguous(name, tensor)
                 continue
-            if lying is not None:
-                yield lying.sealed(self.packing)
-                lying = None
+            if adjacent is not None:
+                yield adjacent.sealed(self.packing)
+                adjacent = None
             entry = self.packing.place(name, tensor, end)
             if entries and entry.end > self.bucket:
                 yield entries, data[: max(end, 1)]
@@ -247,11 +253,11 @@ class BroadcastSender:
             end = entry.end
         if entries:
             yield entries, data[: max(end, 1)]
-        if lying is not None:
-            yield lying.sealed(self.packing)
+        if adjacent is not None:
+            yield adjacent.sealed(self.packing)
 
     def _ready(self, tensor: Tensor, entry: Entry) -> bool:
-        """Whether its bytes can be sent from where they lie: worth it with neighbours, or for a large one."""
+        """Return whether to send the tensor from its own memory, which pays only for large storages."""
         if not tensor.numel() or tensor.untyped_storage().nbytes() < min(self.bucket, SMALL):
             return False
         return tensor.is_contiguous() and tensor.dtype == entry.dtype and tensor.device == torch.device(self.meeting.device)
@@ -261,7 +267,7 @@ class BroadcastSender:
 
 
 class BroadcastReceiver:
-    """Takes part in every broadcast of its group, under a rank from 1 on."""
+    """Takes part in every broadcast of its group, with a rank of 1 or higher."""
 
     def __init__(self, meeting: Meeting, rank: int, address: str = LOOPBACK) -> None:
         self._link = _Link(meeting, rank, address)
@@ -273,10 +279,10 @@ class BroadcastReceiver:
                 if header.version != manifest.version:
                     raise WrongVersion(f"The manifest announces version {manifest.version}, the sender sends {header.version}.")
                 yield from unpack(data, header.entries)
-        except RuntimeError as error:  # torch's own, of gloo, NCCL and the store
+        except RuntimeError as error:  # raised by torch: gloo, NCCL or the store
             raise WeightSyncError(f"Version {manifest.version} did not arrive: {error}") from error
         finally:
-            for _ in buckets:  # whoever stops early still takes the rest, so that the others need not wait
+            for _ in buckets:  # a caller that stops early still takes the rest, so that the other ranks need not wait
                 pass
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which transport brings weights from a sender to its receivers: decided by where they are, not by a setting."""
+"""Chooses the transport of weight sync from where the sender and its receivers run, not from a setting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumroll.processes.rendezvous import LOOPBACK
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A process on the bus: the address of its machine, and the pool's number of the GPU that holds its tensors, if one does."""
+    """A process that takes part in weight sync: its machine's address, and the pool's number of its GPU (None: CPU)."""
 
     host: str
     gpu: int | None = None
@@ -19,7 +19,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How weights travel. `device` is where buckets lie (NCCL on CUDA, else gloo), `host` where the ends meet."""
+    """How weights travel. Buckets are on `device` (NCCL on CUDA, else gloo), and the processes meet at `host`."""
 
     kind: str
     device: str
@@ -27,9 +27,10 @@ class Transport:
 
 
 def choose(wanted: str, ends: Sequence[End]) -> Transport:
-    """The transport between these ends, the sender's first.
+    """Return the transport between these processes; the first is the sender.
 
-    NCCL where every end has a GPU of its own (it refuses two on one). Otherwise shared memory on one machine, gloo between several.
+    NCCL if every process has its own GPU (NCCL refuses two ranks on one). Otherwise shared memory on one machine, gloo
+    between several.
     """
     gpus, hosts = [end.gpu for end in ends], {end.host for end in ends}
     nccl = None not in gpus and len(set(gpus)) == len(gpus)

@@ -1,11 +1,12 @@
-"""Weights by shared memory, for engines on the learner's host (Linux).
+"""Weight sync by shared memory, for engines on the learner's host (Linux).
 
-A segment is memory without a name: the kernel frees it after the last process that maps it, however that process ends, so
-nothing can leak and nobody has to unlink. Others open it through /proc. A reader has a shared lock while it holds a
-tensor of it, the writer an exclusive one while it writes; the kernel drops the locks of the dead.
+A segment is anonymous memory: the kernel frees it when the last process that maps it ends, however it ends, so nothing
+leaks and nothing has to be unlinked. Other processes open it through /proc. A reader holds a shared lock while it holds
+a tensor of the segment, the writer an exclusive lock while it writes; the kernel releases the locks of processes that
+die.
 
-Two segments are written in turn, so the version before the newest can still be fetched. A segment whose tensors are still
-held is left to its readers, and a new one takes its turn.
+The sender alternates between two segments, so receivers can still fetch the version before the newest. If a segment's
+tensors are still held, the sender leaves it to its readers and makes a new one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ UNWRITTEN = -1
 
 
 class _Segment:
-    """Shared memory as its writer sees it."""
+    """Shared memory as the writer sees it."""
 
     def __init__(self, run: str) -> None:
         self.token = secrets.randbits(63)
@@ -45,14 +46,14 @@ class _Segment:
         HEAD.pack_into(self.map, 0, self.token, version)
 
     def reserve(self, size: int) -> None:
-        """Have room for so many bytes."""
+        """Grow the segment to at least `size` bytes."""
         if size > len(self.map):
             del self.data
             self.map.resize(max(size, len(self.map) + min(len(self.map), GROW)))
             self.data = torch.frombuffer(self.map, dtype=torch.uint8)
 
     def lock(self) -> bool:
-        """Keep readers out; false if one holds it."""
+        """Lock out readers; return False if a reader holds the segment."""
         with suppress(BlockingIOError):
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -74,7 +75,7 @@ class SharedSender:
 
     def send(self, version: Version, tensors: Named) -> WeightManifest:
         segment, entries, end = self._turn(), list[Entry](), HEAD.size
-        segment.mark(UNWRITTEN)  # so that nothing can be read if this process dies, or the tensors fail, half-way
+        segment.mark(UNWRITTEN)  # so that nothing can be read if this process dies, or the tensors raise, half-way
         try:
             for name, tensor in tensors:
                 entry = self.packing.place(name, tensor, end)
@@ -87,7 +88,7 @@ class SharedSender:
         return WeightManifest(version, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.token, entries=tuple(entries))
 
     def _turn(self) -> _Segment:
-        """The segment whose turn it is, locked."""
+        """Return the segment to write next, locked."""
         segment = self._segments.pop(0) if len(self._segments) == SEGMENTS else _Segment(self.run)
         if not segment.lock():
             segment.close()
@@ -104,10 +105,10 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """Maps segments, read-only: to write into a received tensor ends the process."""
+    """Maps segments read-only: writing into a received tensor crashes the process."""
 
     def __init__(self) -> None:
-        self._maps: dict[int, mmap.mmap] = {}  # kept, since mapping anew costs half a copy
+        self._maps: dict[int, mmap.mmap] = {}  # kept, since mapping again costs half a copy
 
     def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
         return unpack(self._open(manifest), manifest.entries)
@@ -135,7 +136,10 @@ class SharedReceiver:
         return lend(address, size, lambda: (unlock.close(), mapped))
 
     def _map(self, manifest: WeightManifest, size: int) -> mmap.mmap:
-        """The segment's memory. Its file is opened once more, for a map keeps it open, and a lock with it."""
+        """Return the segment's memory.
+
+        Opens the file a second time, because a map keeps its file open, and with it the lock.
+        """
         mapped = self._maps.get(manifest.token)
         if mapped is None or len(mapped) < size:
             with open(manifest.where, "rb") as file:

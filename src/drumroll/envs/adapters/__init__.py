@@ -1,7 +1,7 @@
 """Adapters: environments of other libraries, and tools, under names like `gymnasium:FrozenLake-v1`.
 
-What stands before the first colon names the adapter, the rest is the library's own name. An adapter's module is imported
-when it is first used, and its library with it; one that is not installed is told with the command that installs it.
+The text before the first colon names the adapter, the rest is the library's own name. An adapter's module and its
+library are imported on first use. If the library is not installed, the error names the command that installs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from drumroll.registry import import_path
 
 
 class Adapter(NamedTuple):
-    """Where an adapter is, where its episodes run, the package it needs and the extra that brings it."""
+    """The import path of an adapter, where its episodes run, the package it needs, and the extra that installs the package."""
 
     path: str
     runs: str
@@ -36,17 +36,17 @@ ADAPTERS = {
     "mcp": Adapter("drumroll.envs.adapters.mcp:Mcp", "thread", "mcp", "mcp"),
 }
 OWN_CODE = ("tools", "trl")
-"""Adapters of `module:name`; with one colon only, the user has a module of that name."""
+"""Adapters whose name is `module:name`. With only one colon, the prefix is a module of the user's."""
 
 
 def adapter_of(use: str) -> Adapter | None:
-    """The adapter that a name asks for, if any."""
+    """Return the adapter that a name refers to, or None."""
     kind, _, name = use.partition(":")
     return ADAPTERS.get(kind) if name and (kind not in OWN_CODE or ":" in name) else None
 
 
 def adapted(use: str) -> Callable[..., Environment] | None:
-    """What makes the environment of such a name, or None for a name of another kind."""
+    """Return a factory for the environment if the name refers to an adapter, else None."""
     adapter = adapter_of(use)
     if adapter is None:
         return None

@@ -1,6 +1,6 @@
-"""Tool calls in a policy's text: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as many as it likes.
+"""Parses tool calls in a policy's text: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number per turn.
 
-Models whose template teaches bare JSON are read too: a turn that is one such object, or a list of them.
+A turn that is one bare JSON object of this form, or a list of them, counts too: some chat templates teach that.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ To call one, write <tool_call>{{"name": "its name", "arguments": {{"an argument"
 
 
 class Call(NamedTuple):
-    """A call as written."""
+    """A tool call as the policy wrote it."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Unreadable(NamedTuple):
-    """A call that could not be read, and why."""
+    """A tool call that could not be parsed, and why."""
 
     reason: str
 
 
 def teach(schemas: list[Schema]) -> str:
-    """How to call tools, for models whose chat template does not say it."""
+    """Return instructions on how to call tools, for models whose chat template has none."""
     return TEACH.format(tools="\n".join(json.dumps(schema["function"]) for schema in schemas))
 
 
 def written(call: Call) -> str:
-    """A call as text."""
+    """Format a call as text."""
     return f"<tool_call>{json.dumps(call._asdict())}</tool_call>"
 
 
 def calls_in(text: str) -> list[Call | Unreadable]:
-    """All calls of a turn in order, thoughts aside; none is a final answer."""
+    """Return all calls of a turn in order, ignoring `<think>` blocks. A turn without calls is a final answer."""
     text = THOUGHT.sub("", text)
     tagged = TAGGED.findall(text)
     if tagged:
@@ -75,7 +75,7 @@ def _call(data: Any) -> Call | Unreadable:
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         return Unreadable('it must be an object with "name" and "arguments"')
     arguments = data.get("arguments", data.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write JSON in JSON
+    if isinstance(arguments, str):  # some models write JSON inside JSON
         try:
             arguments = json.loads(arguments)
         except ValueError:

@@ -1,7 +1,7 @@
-"""Chance of its own for each episode of foreign code, which often draws from the process-wide generators.
+"""Gives each episode of third-party code its own random state, because such code often draws from the process-wide generators.
 
-While such code runs, those generators stand at the episode's state; afterwards they are put back. So episodes that share a
-process do not disturb each other. Only for code that runs alone in its process, never in threads.
+While the code runs, the process-wide generators hold the episode's state; afterwards they are restored. So episodes
+that share a process do not disturb each other. Only for code that runs alone in its process, never in threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 NUMPY_SEEDS = 2**32
-"""numpy's process-wide generator, and many libraries, take seeds below this."""
+"""numpy's process-wide generator, and many libraries, accept only seeds below this."""
 
 
 class Chance:
@@ -26,7 +26,7 @@ class Chance:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """What runs inside draws from the episode's state."""
+        """Make code inside the block draw from the episode's state."""
         before = random.getstate(), np.random.get_state()
         if self._state is None:
             random.seed(self.seed)

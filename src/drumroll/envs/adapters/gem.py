@@ -1,7 +1,7 @@
-"""`gem:game:GuessTheNumber-v0-easy`: the environments of GEM (axon-rl/gem), which speak text themselves.
+"""`gem:game:GuessTheNumber-v0-easy`: the environments of GEM (axon-rl/gem), whose observations and actions are texts.
 
-GEM's graders of mathematics evaluate the answer as Python, and its code environments run it as a program with the rights of
-this process. Both are refused unless `unsafe: true`.
+GEM's mathematics graders evaluate the answer as Python, and its code environments run it as a program with the rights
+of this process. Both are refused unless `unsafe: true`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ UNSAFE = {
     "gem.envs.math_visual_env": "its grader evaluates the answer as Python in this process",
     "gem.envs.code_env": "it runs the answer as a program with your rights",
 }
-"""Modules of environments that execute what the policy writes, with the reason."""
+"""Modules whose environments execute the policy's text, with the reason."""
 ROUNDING = 1e-6
-"""Rewards in parts of 1/n sum to the full reward within this."""
+"""Rewards in parts of 1/n add up to the full reward within this tolerance."""
 
 
 class Gem:
-    """`unsafe` allows environments that execute what the policy writes. Other settings are the environment's own."""
+    """A GEM environment.
+
+    `unsafe` allows environments that execute the policy's text. Other settings are passed to the environment.
+    """
 
     random_action: Callable[[], str] | None = None
-    """Where the environment has one."""
+    """Set if the environment has a random action."""
 
     def __init__(self, name: str, unsafe: bool = False, **settings: Any) -> None:
         if name not in ENV_REGISTRY:
@@ -42,7 +45,7 @@ class Gem:
         self.name, self.settings, self.total = name, settings, 0.0
 
     def reset(self, seed: int, **row: Any) -> str:
-        """Make the environment anew; it draws its task from the seed."""
+        """Make a new environment, which draws its task from the seed."""
         self.chance = Chance(seed)
         with self.chance.own():
             self.env = gem.make(self.name, **self.settings)
@@ -53,27 +56,27 @@ class Gem:
         return _shown(observation, info)
 
     def step(self, text: str) -> Step:
-        """The turn as it is: the environment finds the action in it."""
+        """Pass the turn on unchanged: the environment extracts the action."""
         with self.chance.own():
             observation, reward, terminated, truncated, info = self.env.step(text)
         reward, over = float(reward), bool(terminated or truncated)
         self.total += reward
         malformed = reward == LanguageGameReward.format_error_reward
-        told: dict[str, Any] = {"effective": not malformed, "malformed": malformed}
+        facts: dict[str, Any] = {"effective": not malformed, "malformed": malformed}
         if over:
-            told["success"] = max(reward, self.total) >= LanguageGameReward.success_reward - ROUNDING
-        return Step(_shown(observation, {} if over else info), reward, bool(terminated), bool(truncated), told)
+            facts["success"] = max(reward, self.total) >= LanguageGameReward.success_reward - ROUNDING
+        return Step(_shown(observation, {} if over else info), reward, bool(terminated), bool(truncated), facts)
 
     def _random_action(self) -> str:
         with self.chance.own():
             return str(self.env.sample_random_action())
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Free the episode's resources; it holds none."""
 
 
 def executes(name: str) -> str | None:
-    """Why a registered environment executes the policy's text, or None if it does not."""
+    """Return why a registered environment executes the policy's text, or None if it does not."""
     task = name.removeprefix("rg:")
     if task != name and task in EVALUATED:
         return f"its scorer evaluates the answer as Python in this process, which reasoning_gym:{task} does not"
@@ -81,7 +84,7 @@ def executes(name: str) -> str | None:
 
 
 def _shown(observation: Any, info: dict[str, Any]) -> str:
-    """An observation between what the environment wants before and after it."""
+    """Return an observation between the environment's prefix and suffix."""
     if observation == TERMINAL_STATE:
         return ""
     parts = (info.get("prefix"), observation, info.get("suffix"))

@@ -1,4 +1,4 @@
-"""`gymnasium:FrozenLake-v1`: any gymnasium environment whose observations and actions can be told in words."""
+"""`gymnasium:FrozenLake-v1`: any gymnasium environment whose observations and actions can be expressed as text."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from drumroll.envs.episode import action_in
 from drumroll.errors import ConfigError
 
 COLOURED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
-"""Text renderings colour the cell that matters; without colours it stands in brackets."""
+"""Text renderings colour the important cell; without colours, brackets mark it."""
 
 
 class Gymnasium:
-    """`rules` are shown first. `actions` names discrete actions, a list or name: number. `render` shows the environment's own text
-    rendering in place of the observation (default: where it has one). Other settings are the environment's own."""
+    """A gymnasium environment.
+
+    `rules` are shown first. `actions` names discrete actions, as a list or as name: number. `render` shows the
+    environment's own text rendering in place of the observation (default: if it has one). Other settings are passed to
+    the environment.
+    """
 
     def __init__(
         self,
@@ -36,7 +40,7 @@ class Gymnasium:
         self.name, self.rules, self.given, self.settings = name, rules, actions, settings
         try:
             module, _, known = name.rpartition(":")
-            if module:  # registers its environments, as gymnasium.make has it
+            if module:  # the module registers its environments, as in gymnasium.make
                 importlib.import_module(module)
             entry = gymnasium.spec(known).entry_point
             creator = entry if callable(entry) else load_env_creator(str(entry))
@@ -50,13 +54,13 @@ class Gymnasium:
         self.total = 0.0
 
     def reset(self, seed: int, **row: Any) -> str:
-        """Make the environment anew, and say how to act in it."""
+        """Make a new environment and return the rules, how to act, and the first observation."""
         self.chance = Chance(seed)
         with self.chance.own():
             settings: dict[str, Any] = self.settings | ({"render_mode": "ansi"} if self.render else {})
             self.env = gymnasium.make(self.name, disable_env_checker=True, **settings)
             if not self.render:
-                describe(self.env.observation_space)  # or an error, before anything is played
+                describe(self.env.observation_space)  # raises before anything is played if the space cannot be described
             self.names = self._named()
             self.env.action_space.seed(seed)
             observation, _ = self.env.reset(seed=seed)
@@ -66,23 +70,23 @@ class Gymnasium:
         return "\n\n".join(part for part in (self.rules, self.how, shown) if part)
 
     def step(self, text: str) -> Step:
-        """One action."""
+        """Play one action."""
         action = self._action(action_in(text))
         if action is None:
             return Step(f"That is no action. {self.how}", info={"effective": False, "malformed": True, "state": self.state})
         with self.chance.own():
-            observation, reward, terminated, truncated, told = self.env.step(action)
+            observation, reward, terminated, truncated, reported = self.env.step(action)
             shown = self._show(observation)
         reward, over = float(reward), bool(terminated or truncated)
         self.total += reward
         before, self.state = self.state, repr(observation)
         info: dict[str, Any] = {"effective": over or reward != 0 or self.state != before, "state": self.state}
         if over:
-            info["success"] = self._success(told)
+            info["success"] = self._success(reported)
         return Step(shown, reward, bool(terminated), bool(truncated), info)
 
     def random_action(self) -> str:
-        """Any action, by the space's own generator, which the episode's seed has set."""
+        """Return any action from the space's generator, which the episode's seed has set."""
         return f"<answer>{self._say(self.env.action_space.sample())}</answer>"
 
     def close(self) -> None:
@@ -90,9 +94,9 @@ class Gymnasium:
         if self.env is not None:
             self.env.close()
 
-    def _success(self, told: Mapping[str, Any]) -> bool | None:
-        """As the environment says itself; else whether the episode earned what its registration calls solved."""
-        own = told.get("success", told.get("is_success"))
+    def _success(self, reported: Mapping[str, Any]) -> bool | None:
+        """Return the success that the environment reports, else whether the return reaches the registered reward threshold."""
+        own = reported.get("success", reported.get("is_success"))
         bound = self.env.spec.reward_threshold if self.env.spec else None
         return bool(own) if own is not None else None if bound is None else self.total >= bound
 
@@ -117,7 +121,7 @@ class Gymnasium:
         elif isinstance(space, (gymnasium.spaces.Tuple, gymnasium.spaces.Sequence)):
             what = f"a JSON list of {what}"
         example = copy.deepcopy(space)
-        example.seed(0)  # the same in every episode
+        example.seed(0)  # the same example in every episode
         return f"Answer with {what}, like <answer>{self._say(example.sample())}</answer>."
 
     def _say(self, action: Any) -> str:

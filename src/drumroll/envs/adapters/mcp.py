@@ -1,7 +1,7 @@
 """`mcp:python my_server.py` or `mcp:http://host/mcp`: the tools of an MCP server, over stdio or streamable HTTP.
 
-Connections live on a loop in a thread of their own. By default every episode has its own; `shared: true` gives all episodes of
-the process one, for servers that remember nothing between calls.
+Connections live on an event loop in a separate thread. By default every episode has its own connection. With `shared:
+true` all episodes of the process share one, for servers that keep no state between calls.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ class ServerConnection:
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Connect and ask for the tools. A task holds the connection, so that it ends where it began."""
+        """Connect and list the tools. A task holds the connection, so that it is closed in the task that opened it."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(ready))
         await ready
 
     async def _hold(self, ready: asyncio.Future[None]) -> None:
-        with tempfile.TemporaryFile("w+") as said:
+        with tempfile.TemporaryFile("w+") as stderr:
             try:
-                async with Client(self._target(said), read_timeout_seconds=self.seconds) as client:
+                async with Client(self._target(stderr), read_timeout_seconds=self.seconds) as client:
                     self._client = client
                     self.schemas = await _tools(client)
                     ready.set_result(None)
                     await self._over.wait()
             except Exception as error:
                 if not ready.done():
-                    said.seek(0)
-                    last = said.read().strip().splitlines()[-1:]
+                    stderr.seek(0)
+                    last = stderr.read().strip().splitlines()[-1:]
                     reason = "; ".join([_innermost(error), *last])
                     ready.set_exception(ConnectionError(f"the MCP server '{self.server}' cannot be used: {reason}"))
 
-    def _target(self, said: Any) -> Any:
+    def _target(self, stderr: Any) -> Any:
         if self.server.startswith(("http://", "https://")):
             return self.server
         command, *arguments = shlex.split(self.server)
         command = sys.executable if command == "python" else command
         command, *arguments = lifeline.guarded([command, *arguments])
-        return stdio_client(StdioServerParameters(command=command, args=arguments, env=self.env), errlog=said)
+        return stdio_client(StdioServerParameters(command=command, args=arguments, env=self.env), errlog=stderr)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """A tool's result as text; one that failed is a `ToolError`."""
+        """Call a tool and return its result as text; raise `ToolError` if it failed."""
         assert self._client is not None
         result = await self._client.call_tool(name, arguments)
         text = "\n".join(getattr(part, "text", f"({part.type})") for part in result.content)
@@ -79,14 +79,14 @@ class ServerConnection:
         return text
 
     async def close(self) -> None:
-        """Leave; a server on stdio ends with it."""
+        """Disconnect; this ends a server on stdio."""
         self._over.set()
         if self._task is not None:
             await self._task
 
 
 async def _tools(client: Client) -> list[Schema]:
-    """All tools of a server in OpenAI's form."""
+    """Return all tools of a server as OpenAI schemas."""
     found: list[Any] = []
     cursor: str | None = None
     while True:
@@ -109,7 +109,7 @@ def _innermost(error: BaseException) -> str:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The loop of all connections."""
+    """Return the event loop of all connections."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="mcp").start()
     atexit.register(_leave)
@@ -117,7 +117,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 async def _there(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine gives on the loop of connections."""
+    """Run a coroutine on the loop of the connections and return its result."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
 
 
@@ -125,7 +125,7 @@ _shared: dict[tuple[Any, ...], asyncio.Task[ServerConnection]] = {}
 
 
 async def _one(server: str, env: dict[str, str] | None, seconds: float) -> ServerConnection:
-    """The shared connection; whoever asks first opens it, and one that failed is opened anew."""
+    """Return the shared connection. The first caller opens it; one that failed is opened again."""
     key = (server, tuple(sorted((env or {}).items())))
     if key not in _shared or (_shared[key].done() and (_shared[key].cancelled() or _shared[key].exception())):
         _shared[key] = asyncio.create_task(_opened(server, env, seconds))
@@ -145,13 +145,17 @@ async def _close_all() -> None:
 
 
 def _leave() -> None:
-    """At the process's end: servers on stdio go with it."""
+    """Close the shared connections when the process exits, which ends servers on stdio."""
     with suppress(Exception):
         asyncio.run_coroutine_threadsafe(_close_all(), _loop()).result(CLOSING)
 
 
 class Mcp(ToolEpisode):
-    """`env`: variables for a server on stdio. `seconds`: how long a call may take. `shared`: one connection for all episodes."""
+    """The tools of an MCP server.
+
+    `env`: variables for a server on stdio. `seconds`: the time limit of a call. `shared`: one connection for all
+    episodes.
+    """
 
     def __init__(
         self, name: str, env: dict[str, str] | None = None, seconds: float = 60.0, shared: bool = False, **settings: Any
@@ -162,9 +166,9 @@ class Mcp(ToolEpisode):
         self.closed = False
 
     async def reset(self, seed: int, **row: Any) -> list[Message]:
-        """Connect, and show the server's tools and the row's task."""
+        """Connect, and return the server's tools and the row's task."""
         self.connection = await _there((_one if self.shared else _opened)(self.server, self.env, self.seconds))
-        if self.closed:  # nobody waited for it
+        if self.closed:  # the episode was closed in the meantime
             self.close()
         self.schemas = self.connection.schemas
         return self.begin(seed, row)

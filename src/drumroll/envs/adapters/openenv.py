@@ -1,7 +1,7 @@
-"""`openenv:http://localhost:8000`: an environment on an OpenEnv server, a session on its WebSocket for each episode.
+"""`openenv:http://localhost:8000`: an environment on an OpenEnv server, with one WebSocket session per episode.
 
-Only the wire protocol is used, so nothing of the environment needs to be installed here. What an action looks like is asked
-of the server (`/schema`).
+It uses only the wire protocol, so the environment need not be installed here. The server describes its actions
+(`/schema`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from drumroll.envs.episode import action_in
 from drumroll.errors import ConfigError
 
 LARGEST = 2**27
-"""Bytes of a message."""
+"""The largest message in bytes."""
 SECONDS = 30.0
 JSON = (str, int, float, bool, type(None), list, dict)
 Data = dict[str, Any]
@@ -39,7 +39,7 @@ class Refused(RuntimeError):
 
 
 class Form(NamedTuple):
-    """What an action of a server looks like."""
+    """The form of a server's actions."""
 
     fields: dict[str, Data]
     required: list[str]
@@ -50,33 +50,33 @@ class Form(NamedTuple):
         return "tool_name" in self.fields
 
     def only(self) -> str | None:
-        """The one field there is to fill, if it is one."""
+        """Return the field to fill if there is exactly one, else None."""
         names = self.required or list(self.fields)
         return names[0] if len(names) == 1 else None
 
     def how(self) -> str:
-        """How to act, in words."""
+        """Return instructions on how to act."""
         if self.by_tools:
             return 'Act by <tool_call>{"name": …, "arguments": {…}}</tool_call>.'
-        told = [f'"{n}" ({_type(f)}{", " + f["description"] if f.get("description") else ""})' for n, f in self.fields.items()]
+        parts = [f'"{n}" ({_type(f)}{", " + f["description"] if f.get("description") else ""})' for n, f in self.fields.items()]
         only = self.only()
         if only is not None:
             field = self.fields[only]
             return f"Answer with {field.get('description') or only} ({_type(field)}) in <answer>…</answer>."
-        return f"Answer with a JSON object with {', '.join(told)} in <answer>…</answer>."
+        return f"Answer with a JSON object with {', '.join(parts)} in <answer>…</answer>."
 
     def read(self, text: str) -> Data | None:
-        """The action in a turn, or None where there is none."""
+        """Parse the action of a turn; None if there is none."""
         if self.by_tools:
             [call, *_] = [*calls_in(text), None]
             return (
                 {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments} if isinstance(call, Call) else None
             )
-        said, only = action_in(text), self.only()
+        answer, only = action_in(text), self.only()
         try:
-            if only is not None and not said.startswith("{"):
-                return {only: said if _type(self.fields[only]) == "string" else json.loads(said)}
-            data = json.loads(said)
+            if only is not None and not answer.startswith("{"):
+                return {only: answer if _type(self.fields[only]) == "string" else json.loads(answer)}
+            data = json.loads(answer)
         except ValueError:
             return None
         return data if isinstance(data, dict) else None
@@ -87,7 +87,10 @@ def _type(field: Mapping[str, Any]) -> str:
 
 
 class OpenEnv:
-    """`rules` are shown first. `show`: the observation's field to show (default: all of them)."""
+    """An environment on an OpenEnv server.
+
+    `rules` are shown first. `show`: the field of the observation to show (default: all).
+    """
 
     def __init__(self, name: str, rules: str = "", show: str | None = None) -> None:
         address = urlsplit(name if "//" in name else f"http://{name}")
@@ -101,7 +104,7 @@ class OpenEnv:
         self.socket: ClientConnection | None = None
 
     async def reset(self, seed: int, **row: Any) -> str:
-        """Open a session; the server gets the seed and the row's columns."""
+        """Open a session; the server receives the seed and the columns of the row."""
         try:
             self.form = await asyncio.to_thread(_form, self.base, self.local)
             self.socket = await connect(self.socket_address, max_size=LARGEST, proxy=None if self.local else True)
@@ -110,31 +113,31 @@ class OpenEnv:
                 f"no OpenEnv server can be reached at {self.base}: {error}; start it, or mend the address"
             ) from None
         given = {key: value for key, value in row.items() if isinstance(value, JSON)}
-        told = await self._exchange("reset", {**given, "seed": seed % NUMPY_SEEDS})
-        return "\n\n".join(part for part in (self.rules, self.form.how(), self._text(told)) if part)
+        reply = await self._exchange("reset", {**given, "seed": seed % NUMPY_SEEDS})
+        return "\n\n".join(part for part in (self.rules, self.form.how(), self._text(reply)) if part)
 
     async def step(self, text: str) -> Step:
-        """One action; what the server finds wrong with its form is answered."""
+        """Play one action. If the server rejects its form, the policy is shown the reason."""
         action = self.form.read(text)
         reason = ""
         if action is not None:
             try:
-                told = await self._exchange("step", action)
+                reply = await self._exchange("step", action)
             except Refused as error:
                 if error.code != "VALIDATION_ERROR":
                     raise
                 reason = error.reason
             else:
-                reward, over = float(told.get("reward") or 0.0), bool(told.get("done"))
+                reward, over = float(reply.get("reward") or 0.0), bool(reply.get("done"))
                 return Step(
-                    self._text(told), reward, over, info={"effective": True} | ({"success": reward >= 1} if over else {})
+                    self._text(reply), reward, over, info={"effective": True} | ({"success": reward >= 1} if over else {})
                 )
         return Step(f"That is no action. {reason} {self.form.how()}", info={"effective": False, "malformed": True})
 
     def close(self) -> None:
         """End the session."""
         if self.socket is not None:
-            with suppress(RuntimeError):  # no loop runs any more, and no socket with it
+            with suppress(RuntimeError):  # no event loop runs any more, and the socket is gone with it
                 task = asyncio.get_running_loop().create_task(self.socket.close())
                 _closing.add(task)
                 task.add_done_callback(_closing.discard)
@@ -143,14 +146,14 @@ class OpenEnv:
         assert self.socket is not None
         await self.socket.send(json.dumps({"type": kind, "data": data}))
         answer: Data = json.loads(await self.socket.recv())
-        told: Data = answer.get("data") or {}
+        reply: Data = answer.get("data") or {}
         if answer.get("type") == "error":
-            wrong = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in told.get("errors", ())]
-            raise Refused(str(told.get("code")), "; ".join([str(told.get("message")), *wrong]))
-        return told
+            wrong = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in reply.get("errors", ())]
+            raise Refused(str(reply.get("code")), "; ".join([str(reply.get("message")), *wrong]))
+        return reply
 
-    def _text(self, told: Data) -> str:
-        observation: Data = told.get("observation") or {}
+    def _text(self, reply: Data) -> str:
+        observation: Data = reply.get("observation") or {}
         if self.show is not None:
             if self.show not in observation:
                 raise ConfigError(f"the observation has no field '{self.show}'; it has {', '.join(observation)}.")
@@ -164,7 +167,7 @@ _forms: dict[str, Form] = {}
 
 
 def _form(base: str, local: bool) -> Form:
-    """What actions look like, asked of a server once."""
+    """Return the form of a server's actions, fetched once per server."""
     if base not in _forms:
         opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
         with opener.open(f"{base}/schema", timeout=SECONDS) as answer:

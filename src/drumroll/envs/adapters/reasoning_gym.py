@@ -1,6 +1,6 @@
 """`reasoning_gym:chain_sum`: a task of reasoning-gym as an episode, scored by the task's own verifier.
 
-With `tries` above 1 a wrong answer may be given anew; what the last answer is worth counts.
+With `tries` above 1 the policy may answer again after a wrong answer; the last answer's score counts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ HOW = "Give the final answer in <answer>…</answer>."
 
 
 class Reasoning:
-    """`tries`: how many answers may be given. `partial`: whether lower marks count. `how`: the sentence after the question.
-    Other settings are the task's own."""
+    """A task of reasoning-gym.
+
+    `tries`: the number of answers allowed. `partial`: whether scores below 1 count. `how`: the sentence after the
+    question. Other settings are passed to the task.
+    """
 
     oracle: Callable[[], str] | None = None
-    """The task's own answer, where it has one."""
+    """Returns the task's own answer; set if the task has one."""
 
     def __init__(self, name: str, tries: int = 1, partial: bool = False, how: str = HOW, **settings: Any) -> None:
         use, known = f"environment reasoning_gym:{name}", tasks(f"The environment reasoning_gym:{name}")
@@ -37,19 +40,19 @@ class Reasoning:
         self.answered = 0
 
     def reset(self, seed: int, **row: Any) -> str:
-        """The question that the seed names."""
+        """Return the question that the seed selects."""
         with Chance(seed).own():
             try:
                 self.entry = create_dataset(self.name, seed=seed % NUMPY_SEEDS, size=1, **self.settings)[0]
             except (AssertionError, TypeError, ValueError) as error:
                 raise ConfigError(f"environment reasoning_gym:{self.name} does not take {self.settings}: {error}.") from error
         self.answered = 0
-        if self.entry["answer"] is not None:  # else only the scorer can tell
+        if self.entry["answer"] is not None:  # otherwise only the scorer knows
             self.oracle = lambda: f"<answer>{self.entry['answer']}</answer>"
         return f"{self.entry['question']}\n{self.how}".rstrip()
 
     def step(self, text: str) -> Step:
-        """An answer."""
+        """Score an answer."""
         entry = self.entry
         with Chance(0).own():
             marks = score(
@@ -63,8 +66,8 @@ class Reasoning:
         return Step(f"That is not right. {self.how}", info=info)
 
     def random_action(self) -> str:
-        """An answer that is hardly ever right."""
+        """Return an answer that is hardly ever right."""
         return "<answer>0</answer>"
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Free the episode's resources; it holds none."""

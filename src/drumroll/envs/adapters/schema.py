@@ -1,4 +1,4 @@
-"""A Python function as a tool: its OpenAI schema from type hints and docstring, and calls with checked arguments."""
+"""A Python function as a tool: its OpenAI schema, from type hints and docstring, and calls with validated arguments."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from drumroll.errors import ConfigError
 
 Schema = dict[str, Any]
 DESCRIBED = re.compile(r"^\s*(?::param\s+(?:\S+\s+)*?)?(\w+)\s*(?:\([^)]*\))?\s*:\s*(\S.*)$")
-"""A line of a docstring that tells a parameter: `name: what`, `name (int): what`, `:param name: what`."""
+"""A docstring line that describes a parameter: `name: text`, `name (int): text`, `:param name: text`."""
 SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?)\s*:?\s*$")
 
 
 class BadCall(Exception):
-    """A call whose arguments do not fit the tool."""
+    """The arguments of a call do not fit the tool."""
 
 
 class Tool:
-    """One function with its schema; a `method` has a first parameter that no caller gives."""
+    """A function with its schema; the first parameter of a `method` is left out."""
 
     def __init__(self, function: Callable[..., Any], *, method: bool = False) -> None:
         self.function = function
         self.method = method
         self.name = getattr(function, "__name__", type(function).__name__)
-        about, told = _docstring(inspect.getdoc(function) or "")
-        self.arguments = self._model(told)
+        about, described = _docstring(inspect.getdoc(function) or "")
+        self.arguments = self._model(described)
         parameters = self.arguments.model_json_schema()
         for part in (parameters, *parameters.get("properties", {}).values()):
             part.pop("title", None)
@@ -39,8 +39,8 @@ class Tool:
             "function": {"name": self.name, "description": about, "parameters": parameters},
         }
 
-    def _model(self, told: dict[str, str]) -> type[BaseModel]:
-        """A model of the parameters; those without a type hint are texts."""
+    def _model(self, described: dict[str, str]) -> type[BaseModel]:
+        """Make a model of the parameters; those without a type hint are strings."""
         fields: dict[str, Any] = {}
         try:
             hints = get_type_hints(self.function, include_extras=True)
@@ -50,7 +50,7 @@ class Tool:
                         f"tool '{self.name}': the parameter '{name}' has no name of its own; tools are called by name."
                     )
                 default = ... if parameter.default is parameter.empty else parameter.default
-                fields[name] = (hints.get(name, str), Field(default, description=told.get(name)))
+                fields[name] = (hints.get(name, str), Field(default, description=described.get(name)))
             model = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
             model.model_json_schema()
         except ConfigError:
@@ -60,7 +60,7 @@ class Tool:
         return model
 
     def bind(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments as the function takes them; `BadCall` says what is wrong with them."""
+        """Validate and convert the arguments; `BadCall` says what is wrong with them."""
         try:
             checked = self.arguments.model_validate(arguments)
         except ValidationError as error:
@@ -69,16 +69,16 @@ class Tool:
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, and of each parameter."""
+    """Return a docstring's description of the function, and of each parameter."""
     about: list[str] = []
-    told: dict[str, str] = {}
+    described: dict[str, str] = {}
     section = ""
     for line in text.splitlines():
         found = DESCRIBED.match(line)
         if heading := SECTION.match(line):
             section = heading[1]
         elif found and (section.startswith(("Arg", "Param")) or line.lstrip().startswith(":param")):
-            told[found[1]] = found[2].strip()
+            described[found[1]] = found[2].strip()
         elif not section and not line.lstrip().startswith(":"):
             about.append(line)
-    return "\n".join(about).strip(), told
+    return "\n".join(about).strip(), described

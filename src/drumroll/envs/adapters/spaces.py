@@ -1,4 +1,4 @@
-"""gymnasium's spaces in words: what they hold, their values as text, and values read from text."""
+"""gymnasium spaces as text: describes them, formats their values, and parses values from text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from drumroll.errors import ConfigError
 
 Space = spaces.Space[Any]
 MOST = 64
-"""Numbers that are still worth reading one by one."""
+"""The most numbers that a text lists one by one."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)
 NESTED = (spaces.Dict, spaces.Tuple, spaces.Sequence)
 
 
 def describe(space: Space) -> str:
-    """What a space holds. One that no text can tell is an error."""
+    """Describe the values of a space. Raises ConfigError for a space that text cannot express."""
     match space:
         case spaces.Discrete():
             return f"a whole number from {space.start} to {space.start + space.n - 1}"
@@ -66,7 +66,7 @@ def _unspeakable(what: str) -> ConfigError:
 
 
 def in_words(space: Space, value: Any) -> str:
-    """A value as text, in few digits."""
+    """Format a value as text, with few digits."""
     match space:
         case spaces.Text():
             return str(value)
@@ -83,7 +83,7 @@ def in_words(space: Space, value: Any) -> str:
 
 
 def written(space: Space, value: Any) -> str:
-    """A value as a policy writes it: `read` gives it back."""
+    """Format a value as a policy writes it; `read` parses it back."""
     if isinstance(space, NESTED):
         return json.dumps(_plain(space, value))
     if isinstance(space, spaces.Text):
@@ -92,7 +92,7 @@ def written(space: Space, value: Any) -> str:
 
 
 def _plain(space: Space, value: Any) -> Any:
-    """A value as JSON has it."""
+    """Convert a value to JSON data."""
     match space:
         case spaces.Dict():
             return {key: _plain(part, value[key]) for key, part in space.spaces.items()}
@@ -105,7 +105,7 @@ def _plain(space: Space, value: Any) -> Any:
 
 
 def read(space: Space, text: str) -> Any:
-    """The value that a text names, or None where it names none of the space."""
+    """Parse a value of the space from text; None if the text holds none."""
     try:
         if isinstance(space, NESTED):
             value = _made(space, json.loads(text))
@@ -119,7 +119,7 @@ def read(space: Space, text: str) -> Any:
 
 
 def _made(space: Space, data: Any) -> Any:
-    """A value of a space from plain data."""
+    """Make a value of the space from plain data."""
     match space:
         case spaces.Dict():
             return {key: _made(part, data[key]) for key, part in space.spaces.items()}
@@ -141,7 +141,7 @@ def _made(space: Space, data: Any) -> Any:
 
 
 def whole(number: Any) -> int:
-    """A number that has no fraction."""
+    """Return the number as an int; raise ValueError if it has a fraction."""
     if int(number) != number:
         raise ValueError
     return int(number)

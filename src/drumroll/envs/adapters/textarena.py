@@ -1,7 +1,7 @@
 """`textarena:TicTacToe-v0`: the games of textarena, for one player, against opponents, or by self-play.
 
-Each observation holds what is new to the player since its last turn; the conversation is the memory. In self-play both sides
-are turns of one episode, as in our own `tic_tac_toe`.
+Each observation holds only what is new to the player since its last turn; the conversation is the memory. In self-play
+both sides are turns of one episode, as in our own `tic_tac_toe`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ Player = Callable[[str], str]
 
 
 class TextArena:
-    """`opponent`: `guess` (tries moves that look like those it was shown), `self` (the policy plays all), or your own `module:function`
-    from observation to action. `seat`: the policy's place. `players`: how many, where a game leaves it open. Other settings are the
-    game's own."""
+    """A game of textarena.
+
+    `opponent`: `guess` (tries moves that look like those it was shown), `self` (the policy plays all sides), or your
+    own `module:function` from observation to action. `seat`: the policy's player number. `players`: the number of
+    players, if the game leaves it open. Other settings are passed to the game.
+    """
 
     def __init__(self, name: str, opponent: str = "guess", seat: int = 0, players: int | None = None, **settings: Any) -> None:
         if name not in ENV_REGISTRY:
@@ -42,7 +45,7 @@ class TextArena:
         self.own = cast(Player, import_path(opponent, "opponent")) if ":" in opponent else None
 
     def reset(self, seed: int, **row: Any) -> str:
-        """Begin, and let those before the policy move."""
+        """Start the game, and let the players before the policy move."""
         self.chance, self.rng = Chance(seed), random.Random(f"moves/{seed}")
         self.seen: dict[int, list[str]] = {}
         self.over = False
@@ -56,7 +59,7 @@ class TextArena:
             return self._look()
 
     def step(self, text: str) -> Step:
-        """The policy's move, and those of the others up to its next."""
+        """Play the policy's move, and the other players' moves up to its next turn."""
         player = self.base.state.current_player_id
         with self.chance.own():
             self._move(text)
@@ -77,15 +80,15 @@ class TextArena:
         )
 
     def random_action(self) -> str:
-        """A move that looks like those shown, and is allowed if such a one is found."""
+        """Return a move that looks like those shown; a legal one if it finds one."""
         with self.chance.own():
             return self._guess(self.base.state.current_player_id)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Free the episode's resources; it holds none."""
 
     def _begin(self, seed: int) -> None:
-        """A game says by an assertion that it wants another number of players."""
+        """Start the game with the first number of players that it accepts; games reject others by an assertion."""
         reason = ""
         for players in [self.players] if self.players else range(1, MOST_PLAYERS + 1):
             try:
@@ -104,13 +107,13 @@ class TextArena:
         self.over, _ = self.env.step(action=action)
 
     def _others(self) -> None:
-        """Opponents move until it is the policy's turn."""
+        """Let the opponents move until it is the policy's turn."""
         while not self.over and self.opponent != "self" and (player := self.base.state.current_player_id) != self.seat:
             shown = self._look()
             self._move(self.own(shown) if self.own else self._guess(player))
 
     def _look(self) -> str:
-        """What is new to the player whose turn it is, its own words left out."""
+        """Return what is new to the player whose turn it is, without its own messages."""
         player, messages = self.base.get_observation()
         own, names = textarena.ObservationType.PLAYER_ACTION, self.base.state.role_mapping
         new = [
@@ -122,7 +125,7 @@ class TextArena:
         return "\n".join(new).strip("\n")
 
     def _guess(self, player: int) -> str:
-        """The first of some moves that a copy of the game takes; else any."""
+        """Return the first candidate move that a copy of the game accepts, else any candidate."""
         moves = list(self._moves(player))
         for move in moves:
             trial = copy.deepcopy(self.env)
@@ -135,7 +138,7 @@ class TextArena:
         return moves[0] if moves else ""
 
     def _moves(self, player: int) -> list[str]:
-        """Bracketed words that the player saw, the newest text first; then the same with other numbers and letters."""
+        """Return bracketed words that the player saw, newest text first, then variants with other numbers and letters."""
         seen = self.seen.get(player, [])
         newest = _shuffled(MOVE.findall(seen[-1]) if seen else [], self.rng)
         shapes = [word for text in seen for word in MOVE.findall(text)]
@@ -148,7 +151,7 @@ class TextArena:
 
     @staticmethod
     def _invalid(base: Any, player: int) -> bool:
-        """Whether the player's last move was refused."""
+        """Return whether the player's last move was rejected."""
         state = base.state
         return bool(state.game_info[player].get("invalid_move")) or (
             getattr(state, "error_count", 0) > 0 and state.current_player_id == player

@@ -1,7 +1,7 @@
 """`tools:my_tools:add,my_tools:search`: plain Python functions as tools.
 
-A turn with tool calls gets their results; a turn without is the final answer and ends the episode. What goes wrong in a tool
-is answered as text and counts; too much of it ends the episode.
+A turn with tool calls is answered with their results; a turn without is the final answer and ends the episode. Errors
+of a tool are returned to the policy as text and counted; too many end the episode.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from drumroll.registry import import_path
 from drumroll.sample import Message
 
 SAMPLES: dict[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
-"""What a random player gives for an argument of a type; else a text."""
+"""The value that the random player passes for an argument of each type; a text for all others."""
 
 
 class ToolError(Exception):
-    """What a tool said when it failed."""
+    """A tool failed; the text is the tool's message."""
 
 
 class ToolEpisode(ABC):
-    """What all tool environments share. `prompt` is the task where a row brings none; `teach: false` leaves the tools out of it.
+    """Base of all tool environments.
 
-    The final answer is scored by `score`, your own `module:function` of the answer and the row's columns; by default it is compared
+    `prompt` is the task if the row has none; `teach: false` leaves the tools out of it. `score`, your own
+    `module:function` of the answer and the row's columns, scores the final answer. By default the answer is compared
     with the row's `answer`, if there is one.
     """
 
     from_rows = True
-    """The row, not the seed, decides how an episode begins."""
+    """The row, not the seed, determines how an episode starts."""
 
     def __init__(
         self,
@@ -59,10 +60,10 @@ class ToolEpisode(ABC):
 
     @abstractmethod
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """What a tool gives back; whatever it raises is told to the policy."""
+        """Call a tool and return its result; the policy is shown any error that it raises."""
 
     def begin(self, seed: int, row: dict[str, Any], more: str = "") -> list[Message]:
-        """The tools and the row's task, `more` after it."""
+        """Return the tools and the row's task, followed by `more`."""
         self.errors, self.row, self.rng = 0, row, random.Random(f"tools/{seed}")
         task = row.get("prompt", row.get("messages", self.prompt))
         messages: list[Message] = [{"role": "user", "content": task}] if isinstance(task, str) else [dict(m) for m in task]
@@ -72,19 +73,19 @@ class ToolEpisode(ABC):
         return [{"role": "tools", "content": teach(self.schemas), "tools": self.schemas}, *messages]
 
     async def step(self, text: str) -> Step:
-        """Calls and their results, or the final answer."""
+        """Run the calls and return their results, or score the final answer."""
         calls = calls_in(text)
         if not calls:
             return await self.finish(action_in(text))
-        told: dict[str, Any] = {"effective": False, "malformed": False}
-        answers = [await self._answer(call, told) for call in calls]
+        info: dict[str, Any] = {"effective": False, "malformed": False}
+        answers = [await self._answer(call, info) for call in calls]
         over = self.errors >= self.max_errors
-        if told["effective"]:
-            told["malformed"] = False
-        return Step(answers, 0.0, False, over, told | ({"success": False} if over else {}))
+        if info["effective"]:
+            info["malformed"] = False
+        return Step(answers, 0.0, False, over, info | ({"success": False} if over else {}))
 
     async def finish(self, answer: str) -> Step:
-        """The episode is over."""
+        """Score the final answer and end the episode."""
         marks: Any = None
         if self.scorer is not None:
             marks = await awaited(self.scorer(answer, **self.row))
@@ -93,28 +94,28 @@ class ToolEpisode(ABC):
         info = {"effective": True} | ({} if marks is None else {"success": marks >= 1})
         return Step("", 0.0 if marks is None else float(marks), True, info=info)
 
-    async def _answer(self, call: Call | Unreadable, told: dict[str, Any]) -> Message:
-        """A call's result as a message; `told` learns what became of it."""
+    async def _answer(self, call: Call | Unreadable, info: dict[str, Any]) -> Message:
+        """Return a call's result as a message; records its outcome in `info`."""
         name = call.name if isinstance(call, Call) else "unknown"
         try:
             if isinstance(call, Unreadable):
-                told["malformed"] = True
+                info["malformed"] = True
                 raise ToolError(f"the call could not be read: {call.reason}")
             known = [schema["function"]["name"] for schema in self.schemas]
             if name not in known:
                 raise ToolError(f"there is no tool '{name}', only {', '.join(known)}.{did_you_mean(name, known)}")
             content = shown(await self.call(name, call.arguments))
-            told["effective"] = True
+            info["effective"] = True
         except Exception as error:
             self.errors += 1
             kind = "" if isinstance(error, (ToolError, BadCall)) else f"{type(error).__name__}: "
-            content = told["tool_error"] = f"error: {kind}{error}"
+            content = info["tool_error"] = f"error: {kind}{error}"
         if len(content) > self.max_output:
             content = f"{content[: self.max_output]}… ({len(content) - self.max_output} characters more)"
         return {"role": "tool", "name": name, "content": content}
 
     def random_action(self) -> str:
-        """A call of any tool with plain arguments, or an end."""
+        """Return a call of any tool with plain arguments, or a final answer."""
         if not self.schemas or self.rng.random() < 0.2:
             return "<answer>0</answer>"
         tool = self.rng.choice(self.schemas)["function"]
@@ -123,23 +124,23 @@ class ToolEpisode(ABC):
         return written(Call(tool["name"], {name: SAMPLES.get(parts[name].get("type"), "text") for name in wanted}))
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Nothing is held."""
+        """Free the episode's resources; most environments hold none."""
 
 
 def shown(result: Any) -> str:
-    """A result as text."""
+    """Format a result as text."""
     return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
 def same(answer: str, right: str) -> float:
-    """1 for the same text or number, else 0."""
+    """Return 1 if both are the same text or number, else 0."""
     try:
         return float(answer.strip() == right.strip() or float(answer.replace(",", "")) == float(right.replace(",", "")))
     except ValueError:
         return 0.0
 
 
-_tool = functools.cache(Tool)  # an environment is made for every episode, a schema once
+_tool = functools.cache(Tool)  # an environment is made for every episode, its schemas only once
 
 
 class Functions(ToolEpisode):
@@ -152,11 +153,11 @@ class Functions(ToolEpisode):
         self.schemas = [tool.schema for tool in found]
 
     def reset(self, seed: int, **row: Any) -> list[Message]:
-        """The row's task."""
+        """Return the row's task."""
         return self.begin(seed, row)
 
     @override
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call the function; a coroutine is awaited."""
+        """Call the function; await it if it is a coroutine."""
         tool = self.tools[name]
         return await awaited(tool.function(**tool.bind(arguments)))

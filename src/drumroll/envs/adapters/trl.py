@@ -1,8 +1,8 @@
-"""`trl:my_envs:Shop`: an environment class as TRL's `environment_factory` takes it.
+"""`trl:my_envs:Shop`: an environment class of the kind that TRL's `environment_factory` takes.
 
-It has `reset(**row)`, which may return a text to put after the task, and public methods, which are the tools. Its reward is
-`get_reward()`, or the attribute `reward`. A turn earns what the reward grew by, so the sum is right wherever the episode ends.
-An attribute `done` that becomes true ends the episode.
+It has `reset(**row)`, which may return a text to append to the task, and public methods, which are the tools. Its
+reward is `get_reward()` or the attribute `reward`. A turn earns the increase of the reward, so the sum is right
+wherever the episode ends. An attribute `done` that becomes true ends the episode.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ RESERVED = ("reset", "get_reward", "close")
 
 @functools.cache
 def _tools(kind: type) -> dict[str, Tool]:
-    """The public methods of a class."""
+    """Return the public methods of a class as tools."""
     methods = inspect.getmembers(kind, inspect.isfunction)
     return {n: Tool(f, method=True) for n, f in methods if n not in RESERVED and not n.startswith("_")}
 
 
 class ToolClass(ToolEpisode):
-    """`args` are the class's own arguments; other settings are those of all tool environments."""
+    """A TRL environment class. `args` are the arguments of the class; other settings are those of all tool environments."""
 
     def __init__(self, name: str, args: dict[str, Any] | None = None, **settings: Any) -> None:
         super().__init__(**settings)
@@ -43,7 +43,7 @@ class ToolClass(ToolEpisode):
         self.tools: dict[str, Tool] = {}
 
     async def reset(self, seed: int, **row: Any) -> list[Message]:
-        """Make it anew, and give it the row and, where it asks for it, the seed."""
+        """Make a new instance and pass it the row and, if it takes it, the seed."""
         self.chance, self.earned = Chance(seed), 0.0
         with self.chance.own():
             self.made = import_path(self.name, "environment")(**self.args)
@@ -65,7 +65,7 @@ class ToolClass(ToolEpisode):
 
     @override
     async def step(self, text: str) -> Step:
-        """A turn, and what the reward grew by in it."""
+        """Play a turn; its reward is the increase of the total reward."""
         step = await super().step(text)
         total = await self._total()
         if total is not None:
@@ -78,7 +78,7 @@ class ToolClass(ToolEpisode):
         return step._replace(terminated=over, info=info)
 
     async def _total(self) -> float | None:
-        """Its reward so far, if it has one."""
+        """Return the reward so far, or None if the class has none."""
         with self.chance.own():
             if callable(own := getattr(self.made, "get_reward", None)):
                 return float(await awaited(own()))

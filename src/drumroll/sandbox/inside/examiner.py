@@ -1,4 +1,4 @@
-"""The process that runs the tests. Names of the program are `Remote`s here; a verdict is written for each test."""
+"""The process that runs the tests. The program's names are `Remote` objects here; it writes a verdict for each test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .program import settle
 PROGRAM_ENDED = "the program ended before its tests"
 MODULES = "cmath collections copy datetime decimal fractions functools itertools json math operator os random re statistics sys time typing"
 ALWAYS_OWN = {"pytest", "solution", *dir(builtins), *MODULES.split()}
-"""Names that mean the same to every assert, whatever a program makes of them."""
+"""Names that mean the same in every assert, even if a program redefines them."""
 LINK_IN, LINK_OUT, VERDICTS = 3, 4, 5
 PYTEST_FILE = "/test_program.py"
 PYTEST_OPTIONS = ["--noconftest", "--assert=plain", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:terminal"]
@@ -48,7 +48,7 @@ def be(limits: dict[str, Any], private: dict[str, Any]) -> NoReturn:
 
 
 def _names(link: Link) -> dict[str, Any]:
-    """What the program defines; a module is imported here by its own name."""
+    """Return the names that the program defines; a module is imported here by its own name."""
     hello = receive(LINK_IN)
     if "names" not in hello:
         raise Gone
@@ -63,7 +63,7 @@ def _names(link: Link) -> dict[str, Any]:
 
 
 def _fit_for_star(name: str) -> bool:
-    """Whether `from solution import *` may bring a name: none that tests use as their own, or that pytest collects."""
+    """Return whether `from solution import *` may import a name: not one that tests use themselves, or that pytest collects."""
     return name not in ALWAYS_OWN and not name.startswith(("test", "Test", "pytest"))
 
 
@@ -86,7 +86,7 @@ def _one(link: Link, test: dict[str, Any], names: dict[str, Any], namespace: dic
 
 
 def _wrong(test: dict[str, Any], names: dict[str, Any]) -> str:
-    """Why the function's value is not the one expected; empty if it is."""
+    """Return why the function's value is not the expected one; empty if it is."""
     name: str = test["function"]
     first, *path = name.split(".")
     if first not in names and "Solution" in names:
@@ -105,7 +105,7 @@ def _wrong(test: dict[str, Any], names: dict[str, Any]) -> str:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Equality as JSON leaves it: tuples are lists, keys are text, sets have no order; floats within a millionth."""
+    """Compare as JSON does: tuples equal lists, keys are text, sets have no order; floats may differ by a millionth."""
     if isinstance(expected, (list, tuple)):
         if isinstance(value, (set, frozenset)):
             return len(value) == len(expected) and all(v in value for v in expected)
@@ -122,7 +122,7 @@ def same(value: Any, expected: Any) -> bool:
 
 
 class _Recorder:
-    """A pytest plugin: each test's verdict, as it comes."""
+    """A pytest plugin that writes each test's verdict as it arrives."""
 
     def __init__(self, gone: Callable[[], bool]) -> None:
         self.gone = gone

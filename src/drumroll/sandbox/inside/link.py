@@ -1,7 +1,7 @@
-"""Calls between program and examiner, who do not trust each other: what crosses is plain data, never an object.
+"""Calls between the program and the examiner, which do not trust each other: only plain data crosses, never objects.
 
-Values of the usual types cross by value. Anything else stays where it is, and a `Remote` stands for it: calls,
-attributes and items are asked for over the link. A `Remote` equals no plain value, whatever the program's `__eq__` says.
+Values of common types cross by value. Any other object stays where it is, and a `Remote` stands for it: calls,
+attributes and items go over the link. A `Remote` equals no plain value, whatever the program's `__eq__` returns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 LONGEST = 64 << 20
 OFFICIAL = ("builtins", "collections")
 SKIPPING = ("unittest", "doctest", "bdb")
-"""Modules whose exceptions mean something to a test runner."""
+"""Modules whose exceptions have a meaning for a test runner."""
 
 COPIED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "bytes": (bytes, bytes.hex, bytes.fromhex),
@@ -38,12 +38,12 @@ SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozense
 
 
 def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call as an operation."""
+    """Call a function; an operation of the link."""
     return function(*args, **kwargs)
 
 
 def is_instance(kind: Any, value: Any) -> bool:
-    """The class first, for it is asked."""
+    """Like isinstance, with the class first, because the operation is performed on the class."""
     return isinstance(value, kind)
 
 
@@ -63,15 +63,15 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "isinstance": is_instance,
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul")},
 }
-"""What the examiner may ask of the program's objects; the program may only call the examiner's functions."""
+"""Operations that the examiner may perform on the program's objects; the program may only call the examiner's functions."""
 
 
 class Gone(BaseException):
-    """The other end closed, or spoke nonsense."""
+    """The other end closed the link, or sent nonsense."""
 
 
 def read_exactly(fd: int, size: int) -> bytes:
-    """So many bytes, or fewer at the end."""
+    """Read `size` bytes, or fewer at the end of the file."""
     parts = []
     while size and (part := os.read(fd, min(size, 1 << 20))):
         parts.append(part)
@@ -80,7 +80,7 @@ def read_exactly(fd: int, size: int) -> bytes:
 
 
 def frame(message: Any) -> bytes:
-    """A message as bytes, with its length in front."""
+    """Encode a message as bytes, preceded by its length."""
     data = json.dumps(message).encode()
     return struct.pack("<I", len(data)) + data
 
@@ -108,7 +108,7 @@ def receive(fd: int) -> Any:
 
 
 class Link:
-    """One end. Both ends speak alike: while it waits for an answer, an end answers the other's questions."""
+    """One end of the link. Both ends work alike: while an end waits for an answer, it answers the other's questions."""
 
     def __init__(
         self, reader: int, writer: int, operations: dict[str, Callable[..., Any]], printed: Callable[[], str] | None = None
@@ -121,7 +121,7 @@ class Link:
         self._classes: dict[int, type] = {}
 
     def ask(self, what: str, remote: Remote, *args: Any, **kwargs: Any) -> Any:
-        """Have the other end do something with its object."""
+        """Perform an operation on an object of the other end."""
         packed = [self.pack(a) for a in args], {k: self.pack(v) for k, v in kwargs.items()}
         try:
             send(self.writer, {"do": what, "on": remote._number, "args": packed[0], "kwargs": packed[1]})
@@ -140,7 +140,7 @@ class Link:
         return value
 
     def answer(self, question: dict[str, Any]) -> None:
-        """Do what the other end asks."""
+        """Perform the operation that the other end asks for, and reply."""
         answer: dict[str, Any]
         try:
             args = [self.unpack(a) for a in question["args"]]
@@ -158,7 +158,7 @@ class Link:
         send(self.writer, answer)
 
     def serve(self) -> None:
-        """Answer until the other end has gone."""
+        """Answer until the other end is gone."""
         try:
             while True:
                 self.answer(receive(self.reader))
@@ -166,7 +166,7 @@ class Link:
             self.gone = True
 
     def pack(self, value: Any) -> Any:
-        """A value as JSON."""
+        """Encode a value as JSON data."""
         if value is None or isinstance(value, (bool, str, float)):
             return value
         if isinstance(value, int):
@@ -191,7 +191,7 @@ class Link:
         return ["mine", id(value)]
 
     def unpack(self, data: Any) -> Any:
-        """The value again."""
+        """Decode a value from JSON data."""
         if not isinstance(data, list):
             return data
         name, content = data
@@ -214,7 +214,7 @@ class Link:
         return [id(kind), kind.__name__, kind.__module__, self._pack_class(kind.__base__ or object)]
 
     def _unpack_class(self, data: Any) -> type:
-        """Our class for the other end's exception: the same if it is a standard one, else one of the same name."""
+        """Return a class for the other end's exception: the same if it is a standard one, else a new one of that name."""
         if isinstance(data, str):
             found = getattr(builtins, data, None)
             fits = isinstance(found, type) and issubclass(found, (Exception, SystemExit))
@@ -232,12 +232,12 @@ class Link:
         made: Any = self._unpack_class(kind)
         try:
             return made(text)
-        except TypeError:  # such as UnicodeDecodeError, which wants more
+        except TypeError:  # such as UnicodeDecodeError, which takes more arguments
             return made.__new__(made, text)
 
 
 class Remote:
-    """An object of the other end."""
+    """Stands for an object of the other end."""
 
     __slots__ = ("_link", "_number")
     _link: Link
@@ -251,7 +251,7 @@ class Remote:
         return self._link.ask("call", self, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(("__", "_pytest")):  # what test runners look for
+        if name.startswith(("__", "_pytest")):  # test runners look for these
             raise AttributeError(name)
         return self._link.ask("get", self, name)
 
@@ -292,7 +292,7 @@ class Remote:
         return self._number
 
     def _with(self, what: str, other: Any) -> Any:
-        """Operators only between objects of the program: no value of a test may reach an operator of its making."""
+        """Apply an operator only between the program's objects: no value of a test may reach an operator of the program."""
         return self._link.ask(what, self, other) if isinstance(other, Remote) else NotImplemented
 
     def __eq__(self, other: object) -> bool:
@@ -324,7 +324,7 @@ class Remote:
 
 
 def _copy_back(own: Any, new: Any) -> None:
-    """What a function changed in its arguments."""
+    """Apply the changes that a function made to its arguments."""
     if isinstance(own, (list, bytearray)):
         own[:] = new
     elif isinstance(own, (dict, set)):

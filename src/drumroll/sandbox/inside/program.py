@@ -1,4 +1,4 @@
-"""The process of the code under test. What it says is believed by nobody; all it can do is print and answer calls."""
+"""The process of the code under test. Its output is never trusted; it can only print and answer calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMORY_EXIT = 97
 
 
 def settle(limits: dict[str, Any]) -> None:
-    """A session of its own, streams on the descriptors 0, 1 and 2, and the kernel's limits."""
+    """Start a new session, open streams on the descriptors 0, 1 and 2, and set the kernel's limits."""
     os.setsid()
     sys.stdin = _stream(0, "r", "surrogateescape")
     sys.stdout = sys.__stdout__ = _stream(1, "w", "surrogateescape")
@@ -33,7 +33,7 @@ def settle(limits: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: 128,
         resource.RLIMIT_CORE: 0,
     }
-    if limits["contained"]:  # elsewhere it would count all processes of the user
+    if limits["contained"]:  # outside a box it would count all processes of the user
         kinds[resource.RLIMIT_NPROC] = limits["processes"] + 4
     for kind, most in kinds.items():
         hard = resource.getrlimit(kind)[1]
@@ -47,7 +47,7 @@ def _stream(fd: int, mode: str, errors: str, buffering: int = -1) -> Any:
 
 
 def be(job: dict[str, Any]) -> NoReturn:
-    """Run the program on the descriptors 0, 1, 2; or, if its functions are to be called, answer on 3 and 4."""
+    """Run the program on the descriptors 0, 1 and 2; if its functions are to be called, answer on 3 and 4."""
     called = job["mode"] == "exam"
     settle(job["limits"])
     sys.argv = ["program.py"]
@@ -81,7 +81,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End as an interpreter does: threads, then exit functions, then buffers; without freeing every object."""
+    """Exit like an interpreter: threads, then exit functions, then buffers; but without freeing every object."""
     try:
         threading._shutdown()  # pyrefly: ignore[missing-attribute]
         atexit._run_exitfuncs()
@@ -94,13 +94,13 @@ def _leave(code: int) -> NoReturn:
 
 
 def _answer(module: types.ModuleType, code: int) -> None:
-    """Name what the program defines, then answer calls until the examiner has gone."""
-    heard = io.StringIO()
+    """Send the names that the program defines, then answer calls until the examiner is gone."""
+    output = io.StringIO()
 
     def printed() -> str:
-        text = heard.getvalue()
-        heard.seek(0)
-        heard.truncate()
+        text = output.getvalue()
+        output.seek(0)
+        output.truncate()
         return text
 
     link = Link(3, 4, OPERATIONS, printed)
@@ -114,5 +114,5 @@ def _answer(module: types.ModuleType, code: int) -> None:
         elif not name.startswith("__"):
             names[name] = link.pack(value)
     send(4, {"names": names})
-    sys.stdout = heard
+    sys.stdout = output
     link.serve()

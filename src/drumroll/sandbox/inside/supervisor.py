@@ -1,4 +1,4 @@
-"""One run: read the job, start the program and perhaps its examiner, watch their limits, report."""
+"""Supervises one run: reads the job, starts the program and, for tests, the examiner, enforces limits, and reports."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from . import examiner, program
 from .link import receive, send
 
 TICK = 0.05
-"""Seconds between looks at time, memory and files."""
+"""Seconds between checks of time, memory and files."""
 MOST_FILES = 10_000
 TAIL = 16_000
 BEGUN = b"B"
 
 
 def supervise(jobs: int, replies: int, own: frozenset[int], *, contained: bool) -> list[int]:
-    """Do one job from the pipe and write the reply; returns the processes started. `own` are ours, not the program's."""
+    """Run one job from the pipe, write the reply, and return the started processes. `own` are ours, not the program's."""
     job = receive(jobs)
     job["limits"]["contained"] = contained
     exam = job["mode"] == "exam"
@@ -36,14 +36,14 @@ def supervise(jobs: int, replies: int, own: frozenset[int], *, contained: bool) 
     err, err_end = os.pipe()
     asked, ask_end = os.pipe()
     answer_end, answered = os.pipe()
-    given = tempfile.TemporaryFile(dir="/tmp")  # noqa: SIM115  closed when the program has it
+    given = tempfile.TemporaryFile(dir="/tmp")  # noqa: SIM115  closed once the program has it
     given.write(job.pop("stdin").encode(errors="replace"))
     given.seek(0)
     os.write(replies, BEGUN)
     pids = [_fork(program.be, (job,), (given.fileno(), out_end, err_end, *((asked, answered) if exam else ())))]
-    private = receive(jobs)  # only now: the program has no copy of it
+    private = receive(jobs)  # only now, so that the program has no copy of it
     verdicts, verdict_end = os.pipe()
-    said, said_end = os.pipe()  # not the program's, which could read along
+    said, said_end = os.pipe()  # a separate pipe: the program could read along on its own
     if exam:
         null = os.open(os.devnull, os.O_RDONLY)
         ends = (null, said_end, said_end, answer_end, ask_end, verdict_end)
@@ -58,7 +58,7 @@ def supervise(jobs: int, replies: int, own: frozenset[int], *, contained: bool) 
 
 
 def _fork(be: Callable[..., NoReturn], arguments: Sequence[Any], fds: Sequence[int]) -> int:
-    """A child that has these descriptors as 0, 1, 2, ... and no other."""
+    """Fork a child whose descriptors 0, 1, 2, ... are these, and which has no others."""
     sys.stdout.flush()
     if (pid := os.fork()) != 0:
         return pid
@@ -73,7 +73,7 @@ def _fork(be: Callable[..., NoReturn], arguments: Sequence[Any], fds: Sequence[i
 
 
 class Watch:
-    """Reads what the program prints until it ends or passes a limit."""
+    """Reads the program's output until it ends or exceeds a limit."""
 
     def __init__(
         self, limits: dict[str, Any], pids: list[int], texts: tuple[int, int, int], verdicts: int | None, own: frozenset[int]
@@ -88,7 +88,7 @@ class Watch:
         self.parent = os.getppid()
 
     def run(self) -> dict[str, Any]:
-        """The report."""
+        """Watch the run and return the report."""
         ended = os.pidfd_open(self.pid)
         why = self._wait(ended if self.verdicts is None else None)
         seconds = self.clock.look()
@@ -114,7 +114,7 @@ class Watch:
             poll.register(fd, select.POLLIN)
         look = time.monotonic()
         while True:
-            for fd, _ in poll.poll(1000 * max(0.0, look - time.monotonic())):  # before any limit: it may have ended in time
+            for fd, _ in poll.poll(1000 * max(0.0, look - time.monotonic())):  # before the limits: it may have ended in time
                 if fd == ended:
                     return "ended"
                 if not self._take(fd):
@@ -144,7 +144,7 @@ class Watch:
         return bool(data)
 
     def _drain(self) -> None:
-        """What is still in the pipes; a process that goes on printing is not waited for."""
+        """Read what is left in the pipes, without waiting for a process that keeps printing."""
         for fd in self.texts:
             os.set_blocking(fd, False)
             with contextlib.suppress(BlockingIOError):
@@ -152,7 +152,7 @@ class Watch:
                     pass
 
     def _linger(self, ended: int) -> None:
-        """Where the program's end is what ended the tests, wait to learn how it ended."""
+        """If the program's end ended the tests, wait to learn how it ended."""
         assert self.verdicts is not None
         found = _messages(self.read[self.verdicts])
         if not found or found[-1].get("why") == examiner.PROGRAM_ENDED:
@@ -165,13 +165,13 @@ class Watch:
         return os.waitstatus_to_exitcode(status) if pid else None
 
     def _pids(self) -> set[int]:
-        """All processes of the program, and its examiner's."""
+        """Return all processes of the program and of its examiner."""
         if self.limits["contained"]:
             return {int(name) for name in os.listdir("/proc") if name.isdigit()} - self.own
         return set(family(os.getpid())) - self.own
 
     def _memory(self) -> int:
-        """Bytes of all processes of the program, beyond what it shared at its start."""
+        """Return the memory of all processes of the program in bytes, beyond the memory shared at its start."""
         return sum(max(0, _resident(pid) - self.base) for pid in self._pids().difference(self.examiner))
 
     def _files(self) -> int:
@@ -190,7 +190,7 @@ def _resident(pid: int) -> int:
 
 
 def _messages(data: bytearray) -> list[dict[str, Any]]:
-    """The whole messages in a buffer."""
+    """Return the complete messages in a buffer."""
     found, place = [], 0
     while place + 4 <= len(data):
         end = place + 4 + struct.unpack_from("<I", data, place)[0]

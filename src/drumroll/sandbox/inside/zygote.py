@@ -1,6 +1,6 @@
-"""The first process in the box: it forks a supervisor for each job, and wipes out what the run left behind.
+"""The first process in the box: forks a supervisor for each job, and removes everything that the run left behind.
 
-It must never read a job or a reply: what it knew, the next program could find in its own memory.
+It must never read a job or a reply: the next program could find them in its own memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_REMAINS = 2000
 
 
 def prepare() -> tuple[int, int]:
-    """Become unreadable to others of the same user; load modules; take the pipes from 0 and 1."""
+    """Make this process unreadable to others of the same user, load modules, and take the pipes from 0 and 1."""
     prctl(PR_SET_DUMPABLE, 0)
     for name in PRELOADED.split():
         importlib.import_module(name)
@@ -46,7 +46,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def load(kind: bytes) -> None:
-    """All that is said of a job here is whether it needs pytest, which takes long to load."""
+    """Load pytest if the job needs it, because it takes long to load. The zygote learns nothing else of a job."""
     if kind == WITH_PYTEST and "pytest" not in sys.modules:
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         sys.path.append("/pytest.zip" if os.path.exists("/pytest.zip") else "pytest.zip")
@@ -54,7 +54,7 @@ def load(kind: bytes) -> None:
 
 
 def main() -> NoReturn:
-    """Serve until the pipe closes. A run that cannot be wiped out ends the box."""
+    """Serve jobs until the pipe closes. If a run cannot be wiped, the box ends."""
     jobs, replies = prepare()
     os.dup2(0, 2)
     gc.collect()
@@ -84,7 +84,7 @@ def _supervise_and_exit(jobs: int, replies: int) -> NoReturn:
 
 
 def end_all() -> None:
-    """Kill all processes of the box but this one and the first, until none is left."""
+    """Kill all processes of the box except this one and the first, until none is left."""
     assert os.getpid() < 10, "the box has a process namespace of its own"
     with contextlib.suppress(ProcessLookupError):
         while True:
@@ -93,7 +93,7 @@ def end_all() -> None:
 
 
 def clean(folder: str) -> None:
-    """Remove all below a folder; gives up, and with it the box, where there is too much."""
+    """Remove everything below a folder; if there is too much, end the box."""
     os.chmod(folder, 0o700)
     left, folders = MOST_REMAINS, [folder]
     for path in folders:
@@ -112,14 +112,14 @@ def clean(folder: str) -> None:
 
 
 def once() -> NoReturn:
-    """A single job, outside of any box: the program's processes are found by their parents. SIGTERM ends them too."""
+    """Run a single job outside a box, where the program's processes are found by their parents. SIGTERM ends them too."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     jobs, replies = prepare()
     load(os.read(jobs, 1))
     try:
         supervise(jobs, replies, frozenset(), contained=False)
-    finally:  # also when nobody is left to take the reply
+    finally:  # also if no process is left to take the reply
         _end_children()
     os._exit(0)
 
@@ -137,7 +137,7 @@ def _end_children() -> None:
 
 
 def _children() -> list[int]:
-    """Our children, and the orphans among our descendants."""
+    """Return our children, and the orphans among our descendants."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
