@@ -62,7 +62,7 @@ def test_the_papers_layout():
     assert [len(layout.devices[r]) for r in ("actor", "rollout", "judge")] == [16, 12, 4]
     assert layout.sharing("actor", "rollout") is Sharing.PART
     assert layout.sharing("rollout", "judge") is Sharing.NONE
-    assert layout.shared_by == (frozenset({"actor", "rollout"}), frozenset({"actor", "judge"}))
+    assert layout.sharing("actor", "judge") is Sharing.PART
     assert [[d.index for d in r] for r in layout.replicas("rollout")] == [[i, i + 1] for i in range(0, 12, 2)]
     assert layout.processes == {"reward": (0, 1, 0)}
     assert layout.describe() == (
@@ -77,8 +77,7 @@ def test_the_papers_layout():
 def test_a_role_that_names_nothing_shares_with_the_actor_and_the_actor_takes_all():
     layout = lay_out(gpus(4), [DeviceRequest("rollout"), DeviceRequest("actor"), DeviceRequest("judge", "rollout")])
     assert numbers(layout, "actor") == numbers(layout, "rollout") == numbers(layout, "judge") == [0, 1, 2, 3]
-    assert layout.sharing("judge", "actor") is Sharing.WHOLE
-    assert layout.shared_by == (frozenset({"actor", "rollout", "judge"}),)
+    assert layout.sharing("judge", "actor") is layout.sharing("rollout", "actor") is Sharing.WHOLE
 
 
 def test_auto_is_the_default_and_never_a_role():
@@ -98,7 +97,8 @@ def test_without_an_actor_the_first_role_is_shared():
 def test_counts_take_the_lowest_devices_that_no_range_claims():
     layout = lay_out(gpus(8), [DeviceRequest("actor", 3), DeviceRequest("rollout", 2), DeviceRequest("judge", "1-2,6")])
     assert (numbers(layout, "actor"), numbers(layout, "rollout")) == ([0, 3, 4], [5, 7])
-    assert layout.shared_by == ()
+    pairs = (("actor", "rollout"), ("actor", "judge"), ("rollout", "judge"))
+    assert all(layout.sharing(one, other) is Sharing.NONE for one, other in pairs)
 
 
 def test_ranks_follow_the_order_that_is_written():
@@ -223,8 +223,9 @@ def test_a_layout_keeps_every_promise_or_is_refused_in_a_sentence(pool, asked):
     for one in layout.devices:
         for other in layout.devices:
             if one != other:
-                together = any({one, other} <= turn for turn in layout.shared_by)
-                assert together == (layout.sharing(one, other) is not Sharing.NONE)
+                common = set(layout.devices[one]) & set(layout.devices[other])
+                assert bool(common) == (layout.sharing(one, other) is not Sharing.NONE)
+                assert layout.sharing(one, other) is layout.sharing(other, one)
 
 
 def test_a_learners_replica_is_several_processes_and_an_engines_is_one():
