@@ -21,7 +21,8 @@ BIN = Path(sys.executable).parent
 PYTEST = (sys.executable, "-m", "pytest")
 PARALLEL = ("--numprocesses", "2", "--dist", "loadgroup")
 NUMERIC = tuple(
-    f"tests/unit/test_{name}.py" for name in ("engine", "engine_models", "learner", "prefix", "algorithms", "batch")
+    f"tests/unit/test_{name}.py"
+    for name in ("engine", "engine_models", "learner", "prefix", "algorithms", "advantages", "losses", "shaping", "batch")
 )
 QUARTER = ("--hypothesis-profile", "quarter", "-m", "not slow")
 AVX2 = {

@@ -15,7 +15,7 @@ from drumroll.learners.backends.torch import torch_learner
 from drumroll.models import tiny
 from drumroll.models.loading import load, load_classifier
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
-from drumroll.workers.roles import make_actor, make_reference, make_teacher
+from drumroll.workers.roles import open_learner
 
 LENGTH = 1100
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -108,7 +108,7 @@ def test_the_reference_takes_the_actors_dtype(small, dtype):
     config = check(small(roles={"actor": {"dtype": dtype}, "teacher": {"model": "tiny"}}, algorithm={"teacher": 1.0}))
     assert isinstance(config, RLConfig)
     batch = one_sample([3 + token % 90 for token in sequence()[:40]])
-    actor, reference, teacher = (make(config).infer(batch, 1.0) for make in (make_actor, make_reference, make_teacher))
+    actor, reference, teacher = (open_learner(config, role).infer(batch, 1.0) for role in ("actor", "reference", "teacher"))
     assert torch.equal(actor, reference)
     assert torch.equal(actor, teacher)
 
@@ -116,4 +116,4 @@ def test_the_reference_takes_the_actors_dtype(small, dtype):
 def test_a_role_may_have_a_dtype_of_its_own(small):
     config = check(small(roles={"actor": {"dtype": "bfloat16"}, "reference": {"dtype": "float32"}}))
     assert isinstance(config, RLConfig)
-    assert make_reference(config).model.module.dtype is torch.float32
+    assert open_learner(config, "reference").backend.model.module.dtype is torch.float32

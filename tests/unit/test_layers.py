@@ -140,8 +140,6 @@ OLD_NAMES = {"Places"}
 """It became admission, executors or device set."""
 ALLOWED = {
     ("drumroll.envs.adapters.textarena", "seat"),  # TextArena's own name for a player's position
-    ("drumroll.engines.native", "_seats"),  # these two wait for the rewriting of their files
-    ("drumroll.weights.broadcast", "_parcels"),
 }
 
 

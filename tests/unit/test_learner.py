@@ -68,7 +68,7 @@ def test_a_value_is_what_is_expected_before_its_token():
 @pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-10), ("float32", 1e-5)])
 def test_the_critics_gradient_does_not_depend_on_micro_batches(dtype, bound):
     made = batch()
-    made = made.with_(values=critic().values(made) * 0.9)
+    made = made.with_(values=critic().infer(made) * 0.9)
     made = Algorithm(AlgorithmConfig(preset="ppo"), single_update=True).advantages(made)
     work = Update(made, ValueLoss(AlgorithmConfig(preset="ppo")), Shares("token_mean"))
     whole = gradient_of(critic(dtype=dtype), work)

@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drumroll.errors import ConfigError
-from drumroll.weights import Corrupted, Entry, Local, Packing, Receiver, Sender, WeightSyncError, WrongVersion, settle, unpack
+from drumroll.weights import Corrupted, Entry, Packing, Receiver, Sender, WeightSyncError, WrongVersion, settle, unpack
 from drumroll.weights.broadcast import IN_FLIGHT, BroadcastReceiver, BroadcastSender, Meeting, _Header
 from drumroll.weights.choice import End, Transport, choose
 from drumroll.weights.shared_memory import SharedReceiver, SharedSender
@@ -170,15 +171,6 @@ def shared(run: str) -> Iterator[tuple[SharedSender, SharedReceiver]]:
 
 def numbers(value: float, names: str = "ab") -> Weights:
     return {name: torch.full((300,), value + i) for i, name in enumerate(names)}
-
-
-# --- local ---
-
-
-def test_local_hands_over_the_tensors_themselves():
-    bus, weights = Local(), mixed()
-    manifest = bus.send(1, weights.items())
-    assert all(tensor is weights[name] for name, tensor in bus.receive(manifest))
 
 
 # --- shared memory ---
@@ -471,8 +463,7 @@ def test_broadcast_leaves_the_default_group_alone(engines: Callable[[], Engine],
 
 def test_broadcast_of_another_version_is_refused_and_the_next_arrives(engines: Callable[[], Engine]):
     sender, (reader,) = meet(engines, 1, bucket=1500)
-    wrong = Local().send(7, [])
-    sender.send(1, numbers(1, "abcdef").items())
+    wrong = replace(sender.send(1, numbers(1, "abcdef").items()), version=7)
     with pytest.raises(WrongVersion, match="announces version 7, the sender sends 1"):
         reader("hold", wrong)
     assert publish(sender, [reader], 2, numbers(2)) == [shown(numbers(2))]

@@ -17,7 +17,7 @@ from drumroll.config import RLConfig, check
 from drumroll.errors import ModelError
 from drumroll.models import attention, prefix_tree, tiny, witness
 from drumroll.models.loading import kv_shapes, load
-from drumroll.workers.roles import make_actor, make_critic, make_reference
+from drumroll.workers.roles import open_learner
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- table: tests/unit/test_witness.py -->\n", "<!-- end of table -->\n"
@@ -210,9 +210,9 @@ def test_a_proof_leaves_no_trace(monkeypatch):
     witness.prove(tiny.random_model(1, hidden=320, layers=2))
 
 
-@pytest.mark.parametrize("make", [make_actor, make_critic, make_reference])
+@pytest.mark.parametrize("role", ["actor", "critic", "reference"])
 @pytest.mark.parametrize("backend", ["native", "vllm"])
-def test_every_role_refuses_whatever_generates(tmp_path, small, make, backend):
+def test_every_role_refuses_whatever_generates(tmp_path, small, role, backend):
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     hf.Gemma2ForCausalLM(hf.Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8)).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
@@ -220,7 +220,7 @@ def test_every_role_refuses_whatever_generates(tmp_path, small, make, backend):
     config = check(small(model=str(tmp_path / "model"), roles={"rollout": {"backend": backend}}, cluster=cluster))
     assert isinstance(config, RLConfig)
     with pytest.raises(ModelError, match=r"sliding_attention \(Gemma2DecoderLayer\) use softcap"):
-        make(config)
+        open_learner(config, role)
 
 
 def test_what_cannot_be_made_small_is_refused(monkeypatch):

@@ -67,7 +67,6 @@ class WeightManifest:
     token: int = 0
     attempt: int = 0  # all who take part in a publication go by its number
     entries: tuple[Entry, ...] = ()
-    weights: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
 
 class Sender(Protocol):
@@ -163,17 +162,3 @@ def settle(tensors: Iterable[Tensor]) -> None:
             place = room[: tensor.numel()].view(tensor.shape)
             place.copy_(tensor.data)
             tensor.data = place
-
-
-class Local:
-    """Both sides of weight sync in the learner's process. It copies nothing, so received tensors change with the learner's."""
-
-    def send(self, version: Version, tensors: Named) -> WeightManifest:
-        return WeightManifest(version, weights=dict(tensors))
-
-    def wait(self) -> None: ...
-
-    def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
-        yield from manifest.weights.items()
-
-    def close(self) -> None: ...

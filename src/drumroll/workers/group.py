@@ -47,7 +47,7 @@ class WorkerGroup(ABC, Generic[W]):
     def __init__(self, role: Role, size: int) -> None:
         self.role = role
         self.size = size
-        self.mesh = Mesh(data=size)
+        self.mesh = Mesh(data=max(1, size))
 
     @abstractmethod
     async def _send(self, rank: int, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
