@@ -3,7 +3,7 @@
     sender.send(version, (name, tensor)*) → manifest     the learner's side; the manifest travels by any RPC
     receiver.receive(manifest) → (name, tensor)*         the engine's side
 
-`local` hands over the tensors themselves. `shared` writes them once into memory that all processes of a host can map.
+`shared` writes them once into memory that all processes of a host can map.
 `broadcast` streams them in buckets through a separate process group. Full tensors go in and come out one at a time: a
 sharded learner gathers one tensor at a time, and an engine needs no second copy of all weights.
 
@@ -17,8 +17,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -57,10 +57,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """A description of one version of the weights: its number and where to get it.
-
-    Only the local transport's manifest holds tensors.
-    """
+    """A description of one version of the weights: its number and where to get it."""
 
     version: Version
     where: str = ""
