@@ -134,7 +134,7 @@ async def controller_cost(in_flight: int) -> tuple[float, int]:
         rollouts.publish(1)
         rollouts.trained(groups)
         ledger.next_step()
-        ledger.commit(1, None)
+        ledger.commit(1)
         spent = time.process_time() - began
         ledger.close()
     return spent / transitions, transitions

@@ -72,6 +72,19 @@ def small(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
+def supervised(small: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """A small recipe that imitates given answers, with changes merged in."""
+    rows = {"source": "drumroll.data.problems:demonstrations", "args": {"task": "sums", "flawed": 0.5}}
+
+    def make(**changes: Any) -> dict[str, Any]:
+        made = small(pipeline="sft", batch=8, data={"train": {"sums": rows, "reversal": rows}}, **changes)
+        del made["rollout"]
+        return made
+
+    return make
+
+
+@pytest.fixture
 def untimed() -> Callable[[Any], str]:
     """A run's metrics without timings and memory, as text to be compared."""
     timed = ("time/", "memory/", "rollout/tokens_per_s")

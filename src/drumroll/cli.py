@@ -354,13 +354,14 @@ def run() -> None:
 def status(run_path: str) -> None:
     """How far a run is, and its newest numbers."""
     from drumroll.observe.progress import headline
-    from drumroll.store.run import Run
+    from drumroll.runfiles.reader import RunReader
 
-    opened = Run.open(run_path)
+    opened = RunReader.open(run_path)
     lines, saved = opened.metrics, opened.checkpoints.steps()
     step = int(lines[-1]["step"]) if lines else 0
     state = "finished" if opened.summary else "unfinished"
-    click.echo(f"{opened.path}: {state}, step {step} of {opened.config.steps}, checkpoints at {saved or 'none'}")
+    steps = opened.settings.get("steps", "?")
+    click.echo(f"{opened.path}: {state}, step {step} of {steps}, checkpoints at {saved or 'none'}")
     for name, value in headline(lines[-1]) if lines else ():
         click.echo(f"  {name:<32} {value}")
 
@@ -376,9 +377,9 @@ def samples(run_path: str, step: int | None, kind: str | None, domain: str | Non
     from rich.console import Console
 
     from drumroll.observe.samples import sample_table
-    from drumroll.store.run import Run
+    from drumroll.runfiles.reader import RunReader
 
-    Console().print(sample_table(Run.open(run_path), step, kind, domain, limit))
+    Console().print(sample_table(RunReader.open(run_path), step, kind, domain, limit))
 
 
 @run.command()
@@ -391,10 +392,9 @@ def ledger(run_path: str, prompt: str | None, in_flight: bool, by: tuple[str, ..
     from rich.console import Console
 
     from drumroll.observe.ledger_tables import flight_table, prompt_table, summary_tables
-    from drumroll.store.ledger import Ledger
-    from drumroll.store.run import LEDGER, Run
+    from drumroll.runfiles.reader import RunReader
 
-    ledger = Ledger(Run.open(run_path).path / LEDGER, read_only=True)
+    ledger = RunReader.open(run_path).open_ledger()
     if prompt is not None:
         tables = prompt_table(ledger, prompt)
     else:
@@ -414,13 +414,14 @@ def rescore(run_path: str, overrides: tuple[str, ...]) -> None:
 
     from drumroll.checks.rescore import rescore as again
     from drumroll.config import load
-    from drumroll.store.run import CONFIG, Run
+    from drumroll.runfiles.format import CONFIG
+    from drumroll.runfiles.reader import RunReader
 
-    path = Run.open(run_path).path
-    config = load(path / CONFIG, overrides).config
+    opened = RunReader.open(run_path)
+    config = load(opened.path / CONFIG, overrides).config
     if not config.has_rollouts():
-        raise DrumrollError(f"{path} is a run of pipeline: {config.pipeline}, which has no rewards.")
-    Console().print(asyncio.run(again(path, config)))
+        raise DrumrollError(f"{opened.path} is a run of pipeline: {config.pipeline}, which has no rewards.")
+    Console().print(asyncio.run(again(opened, config)))
 
 
 @run.command()
@@ -428,9 +429,9 @@ def rescore(run_path: str, overrides: tuple[str, ...]) -> None:
 def report(run_path: str) -> None:
     """Write report.html anew and say where it is."""
     from drumroll.observe.report import write_report
-    from drumroll.store.run import Run
+    from drumroll.runfiles.reader import RunReader
 
-    click.echo(write_report(Run.open(run_path)))
+    click.echo(write_report(RunReader.open(run_path)))
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""What surrounds every pipeline's loop: evaluation, files, checkpoints, terminal, interruption.
+"""Runs everything around a pipeline's loop: evaluation, files, checkpoints, terminal, interruption.
 
-A pipeline calls `start`, then `commit` once per step, then `finish`. What a commit has written is never redone; what
-came after the last checkpoint is cut off on resume and done again.
+A pipeline calls `start`, then `commit` once per step, then `finish`. A resume continues from the newest checkpoint that the
+ledger names, and does the steps after it again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,10 +23,11 @@ from drumroll.observe.progress import Progress
 from drumroll.observe.report import write_report
 from drumroll.observe.trackers import Trackers
 from drumroll.rollout.evaluation import Evaluator
-from drumroll.runfiles.durable import new_folder
+from drumroll.runfiles.format import LEDGER
 from drumroll.sample import Sample
 from drumroll.store.ledger import Ledger
-from drumroll.store.run import LEDGER, Run
+from drumroll.store.run import Run
+from drumroll.workers.group import WorkerGroup
 from drumroll.workers.runtime import Workers
 
 Metrics = dict[str, float]
@@ -74,8 +76,9 @@ class Session:
         self._committed: dict[str, Any] = {}
 
     def open_ledger(self) -> Ledger:
-        """The ledger of this run, to be told of every sample."""
-        self.ledger = Ledger(self.run.path / LEDGER)
+        """Return the ledger of this run, opened at the first call. It listens to every event of a sample."""
+        if self.ledger is None:
+            self.ledger = Ledger(self.run.path / LEDGER)
         return self.ledger
 
     def watch(self, **parts: Resumable) -> None:
@@ -97,17 +100,17 @@ class Session:
     # --- the three calls of a pipeline ---
 
     async def start(self) -> None:
-        """Return to the last checkpoint, or evaluate the untrained model."""
-        saved = self.run.checkpoints.steps() if self.resume else []
-        if saved:
-            await self._restore(saved[-1])
+        """Return to the newest checkpoint, or evaluate the untrained model."""
+        ledger = self.open_ledger()
+        saved = self._saved() if self.resume else None
+        if saved is not None:
+            await self._restore(saved)
         else:
             if self.resume and self.run.metrics:
                 self.progress.notice(f"{self.run.path} has no complete checkpoint: the run begins again at step 0.")
             self.run.rewind(-1)
             self.run.checkpoints.restore_best(None)
-            if self.ledger is not None:
-                self.ledger.resume(0)
+            ledger.resume(0)
             self._committed = self._state()
             self.before = self.after = await self._evaluate()
             self.run.append_metrics(0, self.before | self._take_times())
@@ -118,11 +121,14 @@ class Session:
             raise self._interrupted()
 
     async def commit(self, metrics: Metrics, samples: Sequence[Sample] = ()) -> None:
-        """Make a step durable: its rollouts and metrics first, its checkpoint last. A run that is asked to stop ends here."""
+        """Make a step durable: rollouts and metrics, its checkpoint if one is due, its commit row last.
+
+        A run that was asked to stop ends here.
+        """
         self.step += 1
         self._committed = self._state()
-        if self.ledger is not None:
-            self.ledger.next_step()
+        ledger = self.open_ledger()
+        ledger.next_step()
         config, last = self.config, self.step == self.config.steps
         metrics |= _speeds(metrics, self._stage_times)
         if samples:
@@ -147,9 +153,8 @@ class Session:
             await self._save({"step": self.step, "score": score} if best else self.run.checkpoints.best())
         if best and score is not None:
             self.run.checkpoints.mark_best(self.step, score)
-        if self.ledger is not None:
-            self.ledger.commit(self.step, self.run.checkpoints.path(self.step) if due else None)
-        self.run.checkpoints.prune()
+        ledger.commit(self.step)
+        self.run.checkpoints.prune(ledger.checkpoints())
         if stop:
             raise self._interrupted()
 
@@ -166,9 +171,8 @@ class Session:
             await self._evaluate_step(metrics)
             self.run.append_metrics(self.step, metrics | self._take_times())
             await self._save(self.run.checkpoints.best())
-            if self.ledger is not None:
-                self.ledger.commit(self.step, self.run.checkpoints.path(self.step))
-        with new_folder(self.run.model_path) as folder:
+            self.open_ledger().commit(self.step)
+        with self.run.new_model() as folder:
             await self.workers.actor.broadcast(Learner.export, folder.absolute())
         self._close_ledger()
         self.run.write_summary(self.summary())
@@ -238,31 +242,34 @@ class Session:
         return {"loop": loop, "before": self.before, "after": self.after}
 
     async def _save(self, best: Mapping[str, Any] | None) -> None:
-        """Save the step; a step saved before keeps its weights, so that one complete checkpoint exists at all times."""
+        """Save the step, then name its checkpoint in the ledger. A checkpoint that is already named keeps its weights."""
+        checkpoints, ledger = self.run.checkpoints, self.open_ledger()
         async with self.stage("checkpoint"):
             evaluations = {"before": self.before, "after": self.after, "best": best}
             state = {**self._committed, **evaluations, "seconds": self.seconds()}
+            if self.step in ledger.checkpoints() and self.step in checkpoints.steps():
+                checkpoints.amend(self.step, state)
+                return
+            parts = {part: partial(_save_learner, group) for part, group in self.workers.learners().items()}
+            await checkpoints.save(self.step, parts, state)
+        ledger.add_checkpoint(self.step, checkpoints.path(self.step).name)
 
-            async def write(folder: Path) -> None:
-                for part, group in self.workers.learners().items():
-                    (folder / part).mkdir(exist_ok=True)
-                    await group.broadcast(Learner.save, (folder / part).absolute())
-
-            if self.step in self.run.checkpoints.steps():
-                self.run.checkpoints.amend(self.step, state)
-            else:
-                await self.run.checkpoints.save(self.step, write, state)
+    def _saved(self) -> int | None:
+        """The step that a resume continues from."""
+        if self.ledger is None:
+            return max(self.run.checkpoints.steps(), default=None)
+        return self.run.checkpoints.newest(self.ledger.checkpoints(), self.ledger.committed())
 
     async def _restore(self, step: int) -> None:
-        """Return to a complete checkpoint. Nothing is cut off before it is loaded."""
-        state = self.run.checkpoints.state(step)
+        """Return to a complete checkpoint. Nothing is deleted before the checkpoint is loaded."""
+        state, ledger = self.run.checkpoints.state(step), self.open_ledger()
         for part, group in self.workers.learners().items():
             await group.broadcast(Learner.load, (self.run.checkpoints.path(step) / part).absolute())
+        self.run.checkpoints.discard_after(step)  # first: their rows in the ledger tell that they are superseded
         self.run.rewind(step)
         self.run.checkpoints.restore_best(state.get("best"))
-        if self.ledger is not None:
-            self.ledger.resume(step)
-            self._rebuild(self.ledger, step)
+        ledger.resume(step)
+        self._rebuild(ledger, step)
         await self.workers.publish(step)
         for name, resumable in self._resumable.items():
             resumable.restore(state["loop"][name])
@@ -271,16 +278,18 @@ class Session:
         self._committed = self._state()
 
     def _rebuild(self, ledger: Ledger, step: int) -> None:
-        """Write down what the ledger has lost of the steps up to a checkpoint."""
+        """Write the rows that the ledger has lost of the steps up to a checkpoint."""
+        found, named = self.run.checkpoints, ledger.checkpoints()
         lost = sorted(set(range(1, step + 1)) - ledger.committed())
-        if not lost:
-            return
-        found, outcomes = self.run.checkpoints, list(self.run.outcomes(lost))
-        ledger.rebuild({s: found.path(s).name if s in found.steps() else None for s in lost}, outcomes)
-        self.progress.notice(
-            f"{LEDGER} has no commit of {len(lost)} of the {step} steps before {found.path(step).name}, the newest complete checkpoint: "
-            f"the run continues from it, and {len(outcomes)} samples in {LEDGER} were rebuilt from rollouts/."
-        )
+        unnamed = {s: found.path(s).name for s in found.steps() if s not in named}
+        outcomes = list(self.run.outcomes(lost))
+        if lost or unnamed:
+            ledger.rebuild(lost, unnamed, outcomes)
+        if lost:
+            self.progress.notice(
+                f"{LEDGER} has no commit of {len(lost)} of the {step} steps before {found.path(step).name}, the newest complete checkpoint: "
+                f"the run continues from it, and {len(outcomes)} samples in {LEDGER} were rebuilt from rollouts/."
+            )
 
     # --- interruption ---
 
@@ -308,9 +317,13 @@ class Session:
 
     def _interrupted(self) -> Interrupted:
         """How the run was left, and how to go on."""
-        steps = self.run.checkpoints.steps()
-        where = f"after step {steps[-1]}" if steps else "before the first step"
+        saved = self._saved()
+        where = "before the first step" if saved is None else f"after step {saved}"
         return Interrupted(f"interrupted; saved {where}. Continue with: drumroll train --resume {self.run.path}")
+
+
+async def _save_learner(group: WorkerGroup[Learner], folder: Path) -> None:
+    await group.broadcast(Learner.save, folder.absolute())
 
 
 def _speeds(metrics: Metrics, times: Metrics) -> Metrics:

@@ -10,9 +10,9 @@ import yaml
 import drumroll as package
 from drumroll.config import load
 from drumroll.errors import ConfigError
+from drumroll.runfiles.ledger_queries import LedgerReader
 from drumroll.runfiles.rollouts import read_samples
 from drumroll.sample import Owner
-from drumroll.store.ledger import Ledger
 from drumroll.store.run import Run
 from drumroll.workers.runtime import context_length
 
@@ -59,7 +59,7 @@ def test_every_mode_and_algorithm_trains(played, mode, algorithm):
         assert sample["stop"] == "terminated"
         assert sample["reward"] == pytest.approx(sum(t["reward"] for t in sample["turns"]))
         assert any(Owner.ENVIRONMENT in t["owners"] for t in sample["traces"]) == (mode == "trajectory")
-    assert Ledger(run.path / "ledger.sqlite", read_only=True).problems() == []
+    assert LedgerReader(run.path / "ledger.sqlite").problems() == []
 
 
 def test_ppo_over_episodes(played):
@@ -183,7 +183,7 @@ def test_bad_environments_are_named_and_the_run_goes_on(played, drumroll, tmp_pa
     assert what in " ".join(out.split())
     assert what.partition(": ")[0] in html.unescape((run.path / "report.html").read_text())
     assert len({s["step"] for s in run.samples if s["fate"] == "trained"}) == 2
-    assert Ledger(run.path / "ledger.sqlite", read_only=True).problems() == []
+    assert LedgerReader(run.path / "ledger.sqlite").problems() == []
 
 
 def test_config_of_environments(played, small):

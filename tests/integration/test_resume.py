@@ -1,4 +1,4 @@
-"""Resuming from what is left: the newest complete checkpoint is taken whatever the ledger says, and nothing is lost."""
+"""A resume takes the newest complete checkpoint that the ledger names; without the ledger, the newest complete one."""
 
 import shutil
 import sqlite3
@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 import drumroll
+import drumroll as package
 from drumroll.observe.progress import Quiet
-from drumroll.store.ledger import Ledger
+from drumroll.runfiles.ledger_queries import LedgerReader
 from drumroll.store.run import Run
 
 
@@ -26,15 +27,15 @@ class Hearing(Quiet):
 
 def trained(path):
     """Draws trained on, by step."""
-    ledger = Ledger(path / "ledger.sqlite", read_only=True)
+    ledger = LedgerReader(path / "ledger.sqlite")
     assert ledger.problems() == []
     return ledger.db.execute("SELECT step, draw, prompt, domain FROM draws WHERE fate = 'trained' ORDER BY 1, 2").fetchall()
 
 
 def samples(path):
     """Ends of samples, without those that were never recorded elsewhere."""
-    query = "SELECT step, draw, place, state, stop, reward, tokens, failure FROM samples WHERE state IN ('trained', 'failed')"
-    return sorted(Ledger(path / "ledger.sqlite", read_only=True).db.execute(query).fetchall(), key=str)
+    query = "SELECT step, draw, sample, state, stop, reward, tokens, failure FROM samples WHERE state IN ('trained', 'failed')"
+    return sorted(LedgerReader(path / "ledger.sqlite").db.execute(query).fetchall(), key=str)
 
 
 def delete(path, old):
@@ -52,6 +53,7 @@ def restore(path, old):
 def forget_checkpoints(path, old):
     with sqlite3.connect(path / "ledger.sqlite") as db:
         db.execute("DELETE FROM commits")
+        db.execute("DELETE FROM checkpoints")
 
 
 class Copying(Hearing):
@@ -88,7 +90,7 @@ def test_a_run_goes_on_whatever_became_of_its_ledger(small, tmp_path, untimed, m
         assert untimed(resumed) == untimed(whole), damage
         assert trained(path) == trained(whole.path), damage
         assert samples(path) == samples(whole.path), damage
-        assert Ledger(path / "ledger.sqlite", read_only=True).committed() == {1, 2, 3, 4, 5}
+        assert LedgerReader(path / "ledger.sqlite").committed() == {1, 2, 3, 4, 5}
         assert resumed.checkpoints.best() == whole.checkpoints.best()
 
 
@@ -104,6 +106,79 @@ def test_a_checkpoint_without_its_commit_is_taken_and_best_json_is_made_good(sma
     assert untimed(resumed) == untimed(whole)
     assert resumed.checkpoints.best() == whole.checkpoints.best()
     assert trained(run.path) == trained(whole.path)
+
+
+def lives(path, table):
+    """In which life of the run each step of a table was written."""
+    return dict(LedgerReader(path / "ledger.sqlite").db.execute(f"SELECT step, life FROM {table} ORDER BY step"))
+
+
+def forget(path, *tables, step):
+    with sqlite3.connect(path / "ledger.sqlite") as db:
+        for table in tables:
+            db.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))
+
+
+@pytest.mark.parametrize("pipeline", ["rl", "sft"])
+def test_resume_takes_the_newest_checkpoint_that_the_ledger_names(small, supervised, untimed, pipeline):
+    """The step of a checkpoint that was never named is done again, and nothing of its folder is used."""
+
+    def recipe(**more):
+        changes = {"deterministic": True, "checkpoint": {"every": 1, "keep": 9}, "eval": {"every": 1}}
+        return (supervised if pipeline == "sft" else small)(**changes, **more)
+
+    whole = drumroll.train(recipe(name="whole", steps=4))
+    run = drumroll.train(recipe(name="cut", steps=3))
+    assert LedgerReader(run.path / "ledger.sqlite").checkpoints() == {s: f"step-00000{s}" for s in (1, 2, 3)}
+    forget(run.path, "checkpoints", step=3)
+    for name in ("master.safetensors", "optimizer.safetensors"):
+        shutil.copyfile(run.checkpoints.path(1) / name, run.checkpoints.path(3) / name)
+    resumed = drumroll.train(resume=run.path, overrides=["steps=4"])
+    assert lives(run.path, "checkpoints") == lives(run.path, "commits") == {1: 1, 2: 1, 3: 2, 4: 2}
+    assert untimed(resumed) == untimed(whole)
+    assert resumed.checkpoints.best() == whole.checkpoints.best()
+    for step in (3, 4):
+        saved = [(r.checkpoints.path(step) / "master.safetensors").read_bytes() for r in (resumed, whole)]
+        assert saved[0] == saved[1], step
+
+
+def test_a_checkpoint_killed_before_its_row_and_commit_is_taken(small, untimed):
+    changes = {"deterministic": True, "checkpoint": {"every": 1, "keep": 9}, "eval": {"every": 1}}
+    whole = drumroll.train(small(name="whole", steps=4, **changes))
+    run = drumroll.train(small(name="cut", steps=3, **changes))
+    forget(run.path, "checkpoints", "commits", step=3)
+    resumed = drumroll.train(resume=run.path, overrides=["steps=4"])
+    assert lives(run.path, "checkpoints") == lives(run.path, "commits") == {1: 1, 2: 1, 3: 0, 4: 2}
+    assert untimed(resumed) == untimed(whole)
+
+
+def test_a_named_checkpoint_that_is_not_complete_is_passed_over(small, untimed):
+    changes = {"deterministic": True, "checkpoint": {"every": 1, "keep": 9}, "eval": {"every": 1}}
+    whole = drumroll.train(small(name="whole", steps=4, **changes))
+    run = drumroll.train(small(name="cut", steps=3, **changes))
+    (run.checkpoints.path(3) / "state.json").unlink()
+    resumed = drumroll.train(resume=run.path, overrides=["steps=4"])
+    assert lives(run.path, "commits") == {1: 1, 2: 1, 3: 2, 4: 2}
+    assert untimed(resumed) == untimed(whole)
+
+
+def test_the_rows_of_checkpoints_are_written_again_where_they_are_lost(small):
+    run = drumroll.train(small(steps=2, checkpoint={"every": 1}))
+    forget(run.path, "checkpoints", step=0)
+    progress = Hearing()
+    drumroll.train(resume=run.path, overrides=["steps=3"], progress=progress)
+    assert lives(run.path, "checkpoints") == {1: 0, 2: 0, 3: 2}
+    assert lives(run.path, "commits") == {1: 1, 2: 1, 3: 2}
+    assert not [text for text in progress.heard if "rebuilt" in text]
+
+
+def test_a_supervised_run_has_a_ledger_without_draws(supervised, drumroll):
+    path = package.train(supervised(checkpoint={"every": 1})).path
+    ledger = LedgerReader(path / "ledger.sqlite")
+    assert (ledger.draws(), ledger.committed(), set(ledger.checkpoints())) == (0, {1, 2}, {1, 2})
+    code, out, _ = drumroll("run", "ledger", str(path))
+    assert (code, out.startswith("the ledger has no draws: supervised runs draw no prompts")) == (0, True)
+    assert "consistent" not in out
 
 
 def test_without_a_checkpoint_it_says_that_it_begins_again(small):

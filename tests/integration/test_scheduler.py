@@ -21,8 +21,8 @@ from drumroll.engines import Engine, Request, Sampling
 from drumroll.engines.native import NativeEngine
 from drumroll.learners import Learner, Update
 from drumroll.rewards import Scorer
+from drumroll.runfiles.ledger_queries import LedgerReader
 from drumroll.sample import Group, Owner, Sample, Trace, sample_seed
-from drumroll.store.ledger import Ledger
 from drumroll.store.run import Run
 from drumroll.workers.runtime import open_workers
 
@@ -124,7 +124,7 @@ def test_failing_and_hanging_rewards_and_a_killed_engine(small, mine, monkeypatc
     run = package.train(recipe)
     assert len(victims) == 1
     assert not victims[0]._thread.is_alive()
-    ledger = Ledger(run.path / "ledger.sqlite", read_only=True)
+    ledger = LedgerReader(run.path / "ledger.sqlite")
     assert ledger.problems() == []
     assert ledger.in_flight() == []
     fates = dict(ledger.fates())
@@ -158,7 +158,7 @@ def test_asynchronous_runs_keep_the_bound(small, rollout):
         if rollout.get("overage") != "mask":
             assert sample["step"] - 1 - min(versions) <= limit
     assert any(m["rollout/staleness"] > 0 for m in run.metrics[1:])
-    assert Ledger(run.path / "ledger.sqlite", read_only=True).problems() == []
+    assert LedgerReader(run.path / "ledger.sqlite").problems() == []
 
 
 def test_masked_tokens_are_not_trained(small):
@@ -189,7 +189,7 @@ def test_the_ledger_answers_through_a_resume(small, drumroll):
     recipe = small(steps=2, checkpoint={"every": 1}, rollout={"filter": "zero_variance"})
     run = package.train(recipe)
     package.train(resume=run.path, overrides=["steps=3"])
-    ledger = Ledger(run.path / "ledger.sqlite", read_only=True)
+    ledger = LedgerReader(run.path / "ledger.sqlite")
     assert ledger.problems() == []
     assert ledger.one("SELECT MAX(life) FROM draws") == 2
     code, out, _ = drumroll("run", "ledger", str(run.path))
@@ -217,7 +217,7 @@ def test_a_killed_run_shows_what_was_in_flight_and_resumes_without_loss(small, t
     def in_flight():
         if not books.exists() or not (tmp_path / "runs/small/checkpoints/step-000001").exists():
             return []
-        return Ledger(books, read_only=True).in_flight()
+        return LedgerReader(books).in_flight()
 
     while not in_flight():
         assert time.monotonic() < deadline
@@ -230,7 +230,7 @@ def test_a_killed_run_shows_what_was_in_flight_and_resumes_without_loss(small, t
     run = Run.open(tmp_path / "runs/small")
     last = run.checkpoints.steps()[-1]
     package.train(resume=run.path, overrides=[f"steps={last + 1}"])
-    ledger = Ledger(run.path / "ledger.sqlite", read_only=True)
+    ledger = LedgerReader(run.path / "ledger.sqlite")
     assert ledger.problems() == []
     assert ledger.in_flight() == []
     assert dict(ledger.fates())["superseded"] > 0

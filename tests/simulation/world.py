@@ -22,6 +22,7 @@ from drumroll.lifecycle import DrawEvent, Event, SampleFailed
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.rollout.simulation import SimEngine, SimScorer, SimSource, Workload
 from drumroll.rollout.virtual import run
+from drumroll.runfiles.ledger_queries import LedgerReader
 from drumroll.sample import Failure, Fate, Owner, Sample, State, Trace
 from drumroll.store.ledger import Ledger
 
@@ -348,7 +349,7 @@ class World:
                 state = rollouts.state()
                 ledger.next_step()
                 await asyncio.sleep(self.work.train_time)  # evaluation and checkpoint: rollouts go on meanwhile
-                ledger.commit(version, Path(f"step-{version}"))
+                ledger.commit(version)
                 self.step, self.state = version, state
                 self.committed.update(g.draw for g in groups)
         except RolloutError as error:
@@ -401,7 +402,7 @@ class World:
 
     def _check_books(self) -> None:
         """The ledger at the end: every sample has one fate, nothing was trained twice, nothing was passed over."""
-        ledger = Ledger(self.folder / "ledger.sqlite", read_only=True)
+        ledger = LedgerReader(self.folder / "ledger.sqlite")
         assert ledger.problems() == []
         assert ledger.in_flight() == []
         trained = {d for (d,) in ledger.db.execute("SELECT draw FROM draws WHERE fate = 'trained'")}

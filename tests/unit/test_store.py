@@ -42,8 +42,8 @@ def save(checkpoints, step, write):
     async def body(folder):
         write(folder)
 
-    asyncio.run(checkpoints.save(step, body, {"note": "x"}))
-    checkpoints.prune()
+    asyncio.run(checkpoints.save(step, {"": body}, {"note": "x"}))
+    checkpoints.prune(checkpoints.steps())
 
 
 def test_checkpoints_keep_the_newest_and_the_best(tmp_path):
@@ -77,6 +77,65 @@ def test_a_folder_left_by_a_killed_process_is_not_taken_for_a_checkpoint(tmp_pat
     (tmp_path / ".step-000007.tmp" / "state.json").write_text("{}")
     (tmp_path / "step-000008").mkdir()
     assert checkpoints.steps() == []
+
+
+def test_pruning_waits_until_the_ledger_names_the_newer_checkpoint(tmp_path):
+    """Until then the older one is the way back, also with keep: 1 and after the step's commit."""
+    checkpoints, ledger = Checkpoints(tmp_path / "checkpoints", keep=1), Ledger(tmp_path / "ledger.sqlite")
+
+    def saved(step, *, named):
+        asyncio.run(checkpoints.save(step, {}, {}))
+        ledger.commit(step)
+        if named:
+            ledger.add_checkpoint(step, checkpoints.path(step).name)
+        checkpoints.prune(ledger.checkpoints())
+        return checkpoints.steps()
+
+    assert saved(1, named=True) == [1]
+    assert saved(2, named=False) == [1, 2]
+    assert saved(3, named=False) == [1, 2, 3]
+    ledger.add_checkpoint(3, "step-000003")
+    checkpoints.prune(ledger.checkpoints())
+    assert checkpoints.steps() == [2, 3]  # nobody named 2, so nobody may delete it
+    ledger.close()
+
+
+@pytest.mark.parametrize(
+    ("complete", "named", "committed", "step"),
+    [
+        ([], [], [], None),
+        ([], [1, 2], [1, 2], None),  # all folders are gone
+        ([2, 4], [2, 4], [1, 2, 3, 4], 4),
+        ([2, 4], [2, 4, 6], [1, 2, 3, 4, 5, 6], 4),  # the folder of 6 is not complete
+        ([2, 4], [2], [1, 2, 3, 4, 5], 2),  # committed, but not known to be complete
+        ([2, 4], [2], [1, 2, 3], 4),  # killed between the checkpoint and its row, or an old copy of the ledger
+        ([2, 4], [], [1, 2, 3, 4], 4),  # the ledger names none
+        ([2, 4], [6], [1, 2, 3, 4, 5, 6], 4),  # the ledger names none that is there
+        ([2, 4], [], [], 4),  # the ledger is lost
+    ],
+)
+def test_resume_takes_the_newest_complete_checkpoint_that_the_ledger_names(tmp_path, complete, named, committed, step):
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    for saved in complete:
+        asyncio.run(checkpoints.save(saved, {}, {}))
+    assert checkpoints.newest(named, committed) == step
+
+
+def test_a_ledger_keeps_the_rows_of_checkpoints_through_lives(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.resume(0)
+    ledger.commit(1)
+    ledger.commit(2)
+    ledger.add_checkpoint(1, "step-000001")  # complete after the commit of 2
+    ledger.add_checkpoint(2, "step-000002")
+    ledger.close()
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert ledger.checkpoints() == {1: "step-000001", 2: "step-000002"}
+    ledger.resume(1)
+    assert (ledger.life, ledger.checkpoints(), ledger.committed()) == (2, {1: "step-000001"}, {1})
+    ledger.add_checkpoint(2, "step-000002")
+    assert ledger.db.execute("SELECT step, life FROM checkpoints ORDER BY 1").fetchall() == [(1, 1), (2, 2)]
+    ledger.close()
 
 
 def test_full_disk_leaves_no_half_checkpoint(full_disk):
@@ -134,7 +193,7 @@ def test_a_run_that_ended_before_its_first_step_does_not_block_its_name(small, r
     (run.path / "report.html").write_text("")
     Ledger(run.path / "ledger.sqlite").close()
     Run.create(config)
-    assert [p.name for p in run.path.iterdir()] == ["config.yaml"]
+    assert sorted(p.name for p in run.path.iterdir()) == ["config.yaml", "format.json"]
     for name in ("notes.txt", "model"):  # somebody's own, and what a finished run has
         (run.path / name).write_text("x")
         with pytest.raises(StoreError, match="is not empty"):
@@ -202,6 +261,17 @@ def test_a_lock_leaves_no_directory_behind(tmp_path):
     assert [p.name for p in (tmp_path / "used").iterdir()] == ["file"]
 
 
+def test_each_part_of_a_checkpoint_has_its_folder(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+
+    async def write(folder):
+        (folder / "weights").write_text(folder.name)
+
+    asyncio.run(checkpoints.save(7, {"": write, "critic": write}, {}))
+    assert (checkpoints.path(7) / "weights").read_text() == ".step-000007.tmp"
+    assert (checkpoints.path(7) / "critic" / "weights").read_text() == "critic"
+
+
 def test_open_says_what_is_missing(tmp_path):
     with pytest.raises(StoreError, match="there is no such directory"):
         Run.open(tmp_path / "nowhere")
@@ -252,10 +322,10 @@ def test_rows_of_a_life_that_was_superseded_are_no_record_of_the_next(tmp_path):
     outcome = {"id": "7.0", "prompt_id": "p", "domain": "d", "fate": "trained", "stop": "eos", "reward": 1.0, "tokens": 3}
     row = outcome | {"failure": None, "history": "[]", "step": 6}
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    ledger.rebuild({6: None}, [row])
+    ledger.rebuild([6], {}, [row])
     ledger.resume(5)
     assert ledger.fates() == [("superseded", 1)]
-    ledger.rebuild({6: "step-000006"}, [row])
+    ledger.rebuild([6], {6: "step-000006"}, [row])
     assert ("trained", 1) in ledger.fates()
     ledger.close()
 

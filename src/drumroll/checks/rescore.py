@@ -1,4 +1,4 @@
-"""Saved rollouts under changed rewards: what would the samples of a run have been given?"""
+"""Scores the recorded samples of a run again, with changed rewards."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.table import Table
 
 from drumroll.components import open_scorer
@@ -18,20 +16,20 @@ from drumroll.errors import StoreError
 from drumroll.processes.pool import KillablePool
 from drumroll.registry import search
 from drumroll.rewards import Scorer
-from drumroll.runfiles.durable import make_folder, new_file
-from drumroll.runfiles.rollouts import SCHEMA, TEXTS, read_samples
+from drumroll.runfiles.format import RESCORED
+from drumroll.runfiles.reader import RunReader
+from drumroll.runfiles.rollouts import read_samples, write_rows
 from drumroll.sample import ENVIRONMENT, Prompt, Sample, StopReason
 from drumroll.workers.runtime import open_workers
 
-FOLDER = "rescored"
 AT_ONCE = 64
 
 
-async def rescore(run: Path, config: RunConfig) -> Table:
+async def rescore(run: RunReader, config: RunConfig) -> Table:
     """Score every recorded sample again, write the rows to `rescored/`, and compare."""
-    files = sorted((run / "rollouts").glob("*.parquet"))
+    files = [file.path for file in run.rollouts()]
     if not files:
-        raise StoreError(f"{run} has no recorded rollouts to score again.")
+        raise StoreError(f"{run.path} has no recorded rollouts to score again.")
     search(config.import_from)
     asks = config.roles.judge is not None or config.roles.reward_model is not None
     workers = await open_workers(config) if asks else None  # else no model is needed
@@ -52,19 +50,19 @@ async def rescore(run: Path, config: RunConfig) -> Table:
                     before,
                     after,
                 )
-            _write(run / FOLDER / file.name, [after for _, after in rows])
+            write_rows(run.path / RESCORED / file.name, [after for _, after in rows])
     finally:
         await scorer.close()
         if workers is not None:
             await workers.close()
-    return _table(run, counts)
+    return _table(run.path, counts)
 
 
 def _bounded(rows: list[dict[str, Any]], scorer: Scorer) -> list[asyncio.Task[tuple[dict[str, Any], dict[str, Any]]]]:
-    places = asyncio.Semaphore(AT_ONCE)
+    limit = asyncio.Semaphore(AT_ONCE)
 
     async def one(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        async with places:
+        async with limit:
             return row, await _again(row, scorer)
 
     return [asyncio.create_task(one(row)) for row in rows]
@@ -91,15 +89,8 @@ def _count(total: dict[str, float], before: Mapping[str, Any], after: Mapping[st
     total["changed"] += abs(old - new) > 1e-6
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    make_folder(path.parent)
-    texts = [{**row, **{c: json.dumps(row[c], default=str) for c in TEXTS}} for row in rows]
-    with new_file(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(texts, schema=SCHEMA), temporary, compression="zstd")
-
-
 def _table(run: Path, counts: Mapping[str, Mapping[str, float]]) -> Table:
-    table = Table(title=f"{run}: samples scored again, kept in {FOLDER}/", title_justify="left")
+    table = Table(title=f"{run}: samples scored again, kept in {RESCORED}/", title_justify="left")
     table.add_column("domain")
     for column in ("samples", "reward before", "reward now", "changed"):
         table.add_column(column, justify="right")

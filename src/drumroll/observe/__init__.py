@@ -1,1 +1,1 @@
-"""What a person sees of a run: terminal, trackers, report."""
+"""Shows runs to people: terminal, trackers, report."""

@@ -1,4 +1,4 @@
-"""What went wrong with samples, by cause: for the terminal while it runs, for the report afterwards."""
+"""Groups failures of samples by cause, for the terminal and the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENDLESS = "Endless"
 
 @dataclass(frozen=True)
 class FailureCause:
-    """A cause, how many samples it struck, and the first of them with its text and the frames of the user's code."""
+    """A cause, the number of samples that failed by it, and the first of them with its text and the frames of the user's code."""
 
     cause: str
     count: int
@@ -22,12 +22,12 @@ class FailureCause:
     traceback: str
 
     def told(self) -> str:
-        """The text with the traceback."""
+        """Return the text with the traceback."""
         return f"{self.text}\n{self.traceback}" if self.traceback else self.text
 
 
 def by_cause(found: Iterable[tuple[str, str, str]]) -> list[FailureCause]:
-    """Put failures and oddities (sample, text, traceback) together by kind and place; the most frequent first."""
+    """Group failures and notes (sample, text, traceback) by kind and traceback; the most frequent first."""
     causes: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
     for sample, text, traceback in found:
         causes.setdefault((text.partition(": ")[0], traceback), []).append((sample, text, traceback))
@@ -36,7 +36,7 @@ def by_cause(found: Iterable[tuple[str, str, str]]) -> list[FailureCause]:
 
 
 def complaints(samples: Sequence[Sample], told: set[str], most: int = 3) -> list[str]:
-    """Lines for the terminal: failures always, their tracebacks and oddities once in a run (`told` remembers them)."""
+    """Return lines for the terminal: failures always, their tracebacks and notes once in a run (`told` remembers them)."""
     failed = by_cause((s.id, str(s.failure), s.failure.traceback) for s in samples if s.failure is not None)
     lines = []
     for failure in failed[:most]:
@@ -51,7 +51,7 @@ def complaints(samples: Sequence[Sample], told: set[str], most: int = 3) -> list
 
 
 def without_gradient(metrics: Mapping[str, float], samples: Sequence[Sample]) -> str | None:
-    """Why a step had no gradient, in a sentence; None if it had one."""
+    """Explain in a sentence why a step had no gradient; return None if it had one."""
     if metrics.get("train/grad_norm") != 0.0:
         return None
     if not any(sample.policy_length() for sample in samples):
@@ -71,7 +71,7 @@ def without_gradient(metrics: Mapping[str, float], samples: Sequence[Sample]) ->
 
 
 def _matters(note: Failure, samples: Sequence[Sample]) -> bool:
-    """That an episode reaches the limit of turns is odd only if all of its environment do."""
+    """Whether to show a note: reaching the limit of turns matters only if all episodes of the environment do."""
     if note.kind != ENDLESS:
         return True
     same = [s for s in samples if s.turns and s.prompt.scene is not None and f"'{s.prompt.scene.use}'" in note.boundary]

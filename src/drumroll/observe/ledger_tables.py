@@ -1,4 +1,4 @@
-"""The ledger's answers as tables for the terminal."""
+"""Shows a ledger as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from drumroll.errors import StoreError
-from drumroll.store.ledger import Ledger
+from drumroll.runfiles.ledger_queries import LedgerReader
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -18,8 +18,13 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def summary_tables(ledger: Ledger, by: tuple[str, ...]) -> list[Table | str]:
-    """How many samples ended how, why groups were dropped, and whether the ledger is consistent."""
+NO_DRAWS = "the ledger has no draws: supervised runs draw no prompts, and other runs have none before their first rollout"
+
+
+def summary_tables(ledger: LedgerReader, by: tuple[str, ...]) -> list[Table | str]:
+    """Count samples by fate and dropped groups by reason, and say whether the ledger is consistent."""
+    if not ledger.draws():
+        return [NO_DRAWS]
     counts = _table("samples", *by, "fate or state", "count")
     for row in ledger.fates(by):
         counts.add_row(*("–" if value is None else str(value) for value in row))
@@ -31,8 +36,8 @@ def summary_tables(ledger: Ledger, by: tuple[str, ...]) -> list[Table | str]:
     return [counts, *([reasons] if reasons.row_count else []), *(problems or [verdict])]
 
 
-def prompt_table(ledger: Ledger, prompt: str) -> list[Table | str]:
-    """The whole history of one prompt."""
+def prompt_table(ledger: LedgerReader, prompt: str) -> list[Table | str]:
+    """List every sample of a prompt, with its history."""
     rows = ledger.of_prompt(prompt)
     if not rows:
         raise StoreError(f"the ledger knows no prompt '{prompt}'; ids are in the prompt_id column of rollouts/*.parquet.")
@@ -41,14 +46,14 @@ def prompt_table(ledger: Ledger, prompt: str) -> list[Table | str]:
         history = json.loads(row["history"])
         began = history[0][1] if history else 0.0
         path = " → ".join(f"{state} {at - began:.2f}" for state, at in history)
-        name = f"{row['draw']}.{row['place']}" + (f"~{row['attempt']}" if row["attempt"] else "")
+        name = f"{row['draw']}.{row['sample']}" + (f"~{row['attempt']}" if row["attempt"] else "")
         shown = (row["life"], name, row["state"], row["step"], row["reward"], row["tokens"], row["failure"] or row["reason"])
         table.add_row(*("–" if v is None else escape(str(v)) for v in shown), path)
     return [table]
 
 
-def flight_table(ledger: Ledger) -> list[Table | str]:
-    """Samples without a fate."""
+def flight_table(ledger: LedgerReader) -> list[Table | str]:
+    """List the samples without a fate."""
     rows = ledger.in_flight()
     if not rows:
         return ["nothing is in flight"]

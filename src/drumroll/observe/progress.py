@@ -1,4 +1,4 @@
-"""The terminal while a run goes on: a live panel on a TTY, plain lines elsewhere, nothing when quiet."""
+"""Shows a run in the terminal while it trains: a live panel on a TTY, plain lines elsewhere, nothing when quiet."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from rich.table import Table
 from typing_extensions import override
 
 from drumroll.config import RunConfig
-from drumroll.store.run import Run
+from drumroll.runfiles.reader import RunReader
 
 Metrics = Mapping[str, float]
 
 
 class Progress(Protocol):
-    """What a session tells a person."""
+    """Receives the events of a session that a person wants to see."""
 
     def begin(self, step: int, before: Metrics) -> None: ...
     def stage(self, name: str) -> None: ...
     def committed(self, step: int, metrics: Metrics) -> None: ...
     def notice(self, text: str) -> None: ...
-    def finish(self, run: Run, summary: Mapping[str, Any]) -> None: ...
+    def finish(self, run: RunReader, summary: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
 
 
 class Quiet:
-    """Says nothing; for use from Python."""
+    """Shows nothing; the default from Python."""
 
     def begin(self, step: int, before: Metrics) -> None: ...
     def stage(self, name: str) -> None: ...
     def committed(self, step: int, metrics: Metrics) -> None: ...
     def notice(self, text: str) -> None: ...
-    def finish(self, run: Run, summary: Mapping[str, Any]) -> None: ...
+    def finish(self, run: RunReader, summary: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
 
 
 class Plain(Quiet):
-    """One line a step, for logs and pipes."""
+    """Prints one line per step, for logs and pipes."""
 
     def __init__(self, config: RunConfig, console: Console) -> None:
         self.config = config
@@ -62,7 +62,7 @@ class Plain(Quiet):
         self.say(f"step {step}/{self.config.steps}  {'  '.join(f'{n} {v}' for n, v in headline(metrics))}  eta {eta:.0f}s")
 
     @override
-    def finish(self, run: Run, summary: Mapping[str, Any]) -> None:
+    def finish(self, run: RunReader, summary: Mapping[str, Any]) -> None:
         self.console.print(ending(run, summary))
 
     @override
@@ -75,7 +75,7 @@ class Plain(Quiet):
 
 
 class Screen(Plain):
-    """A live panel: progress bar with ETA, rewards per domain, speed, time per stage."""
+    """Shows a live panel: progress bar with ETA, rewards per domain, speed, time per stage."""
 
     def __init__(self, config: RunConfig, console: Console) -> None:
         super().__init__(config, console)
@@ -110,7 +110,7 @@ class Screen(Plain):
         self.live.update(self._panel())
 
     @override
-    def finish(self, run: Run, summary: Mapping[str, Any]) -> None:
+    def finish(self, run: RunReader, summary: Mapping[str, Any]) -> None:
         self.close()
         super().finish(run, summary)
 
@@ -141,12 +141,12 @@ STAGES = tuple(f"time/{name}" for name in ("rollout", "infer", "train", "publish
 
 
 def _held_out(name: str) -> bool:
-    """Whether a metric is a score of a held-out set: not pass@k, nor how its episodes went but for their success."""
+    """Whether a metric is a score of a held-out set; pass@k and facts about episodes other than success are not."""
     return name.startswith("eval/") and "@" not in name and not name.endswith(("/effective", "/malformed", "/turns"))
 
 
 def headline(metrics: Metrics) -> list[tuple[str, str]]:
-    """The few numbers of a step that fit a line."""
+    """Return the few metrics of a step that fit a line."""
     names = [n for n in metrics if n.startswith("reward/") and n.count("/") == 1]
     names += [n for n in metrics if n.startswith("environment/") and n.endswith("/success")]
     names += [n for n in metrics if _held_out(n)]
@@ -154,8 +154,8 @@ def headline(metrics: Metrics) -> list[tuple[str, str]]:
     return [(n.removeprefix("train/"), f"{metrics[n]:.3g}") for n in names]
 
 
-def ending(run: Run, summary: Mapping[str, Any]) -> Group:
-    """Where the run lives, what it changed, and how to look at it."""
+def ending(run: RunReader, summary: Mapping[str, Any]) -> Group:
+    """Show the run's path, its scores before and after, and the command that shows its samples."""
     kinds = {"score": "", **{kind: f"_{kind}" for kind in ("sampled", "success", "effective", "turns")}}
     shown = {label: suffix for label, suffix in kinds.items() if summary.get(f"before{suffix}")}
     table = Table("held out", *shown)
@@ -168,5 +168,5 @@ def ending(run: Run, summary: Mapping[str, Any]) -> Group:
 
 
 def for_console(config: RunConfig, console: Console) -> Progress:
-    """A live panel where there is a terminal, plain lines where there is none."""
+    """Return a live panel for a terminal, plain lines for anything else."""
     return Screen(config, console) if console.is_terminal else Plain(config, console)

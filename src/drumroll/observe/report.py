@@ -1,7 +1,7 @@
-"""The report: one HTML file that tells the story of a run to whoever opens it, without a server and without a network.
+"""Writes the report of a run: one HTML file with scores, curves, failures and samples, which needs no server and no network.
 
-It reads the run directory and nothing else, so it can be written at any moment of a run and again later. It must never
-load anything from elsewhere, never let a model's text become markup or script, and never change what it reports on.
+It reads the run directory only, so it can be written at any moment of a run, and again later. It must never load
+anything from elsewhere, never let a model's text become markup or script, and never change what it reports on.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from drumroll.config import RunConfig
 from drumroll.observe.failures import FailureCause, by_cause
 from drumroll.runfiles.durable import write_text
-from drumroll.runfiles.rollouts import read_failures, read_samples
-from drumroll.store.run import CONFIG, Run
+from drumroll.runfiles.format import REPORT
+from drumroll.runfiles.reader import RunReader
 
-REPORT = "report.html"
+SAMPLE_COLUMNS = ("step", "kind", "domain", "prompt", "completion", "reward", "stop", "fate", "failure")
 SINGLES = {
     "train/entropy": "Entropy",
     "train/kl": "KL",
@@ -38,7 +37,7 @@ NOT_STAGES = ("time/step", "time/tokens_per_s")  # A sum of the stages and a spe
 EVAL = re.compile(r"eval/([^/]+)(/sampled)?")
 COLOURS = 8  # As many as the template has; a chart with more series is split.
 STEPS_DRAWN = 1500
-TROUBLE_FILES = 2000
+FAILURE_FILES = 2000
 ROWS_PER_FILE, FAILED_PER_FILE = 32, 8
 HEAD, TAIL = 3000, 1000  # Characters shown of a long text; its end often holds the answer.
 CONTROLS = {i: 0x2400 + i for i in range(32) if i not in (9, 10)}  # Shown as ␀, ␛, ...: browsers drop the real ones.
@@ -74,9 +73,9 @@ class Outcome:
     after: float | None
 
 
-def write_report(run: Run) -> Path:
-    """Write `report.html` into the run directory. An unfinished run gives a report of what there is so far."""
-    summary, rows = run.summary, _by_step(run.metrics)
+def write_report(run: RunReader) -> Path:
+    """Write `report.html` into the run directory. The report of an unfinished run shows the steps so far."""
+    settings, summary, rows = run.settings, run.summary, _by_step(run.metrics)
     drawn = _thinned(rows)
     overview, rest = _charts(list(dict.fromkeys(key for row in rows for key in row if key != "step")))
     charts = [asdict(chart) for chart in (*overview, *rest)]
@@ -85,16 +84,16 @@ def write_report(run: Run) -> Path:
     environment = Environment(loader=PackageLoader("drumroll", "observe"), autoescape=True, undefined=StrictUndefined)
     environment.filters["visible"] = _visible
     html = environment.get_template("report.html.j2").render(
-        config=run.config,
-        config_text=(run.path / CONFIG).read_text(),
-        facts=_facts(run.config, summary, rows),
+        name=settings.get("name", run.path.name),
+        config_text=run.config_text,
+        facts=_facts(settings, summary, rows),
         finished=bool(summary),
         outcomes=_outcomes(summary, rows),
         overview=overview,
         rest=rest,
         stride=_stride(rows),
-        failures=_failures(run.path / "rollouts"),
-        samples=[row | {"prompt": _prompt_text(row["prompt"])} for row in _samples(run.path / "rollouts")],
+        failures=_failures(run),
+        samples=[row | {"prompt": _prompt_text(row["prompt"])} for row in _samples(run)],
         data={"steps": [row["step"] for row in drawn], "columns": columns, "broken": broken, "charts": charts},
     )
     # Pure ASCII, so that neither the writer's locale nor a stray surrogate can spoil the file.
@@ -103,7 +102,7 @@ def write_report(run: Run) -> Path:
 
 
 def _by_step(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """One row per step: the last evaluation is a line of its own in the metrics."""
+    """Merge the lines of each step: the last evaluation is a separate line of the metrics."""
     rows: dict[float, dict[str, float]] = {}
     for line in metrics:
         rows.setdefault(line["step"], {}).update(line)
@@ -115,17 +114,17 @@ def _stride(rows: Sequence[object]) -> int:
 
 
 def _thinned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Few enough steps to draw; evaluations and the last step always stay."""
+    """Drop steps until there are few enough to draw; evaluations and the last step always stay."""
     return [row for i, row in enumerate(rows) if i % _stride(rows) == 0 or row is rows[-1] or any(map(EVAL.fullmatch, row))]
 
 
 def _finite(value: float | None) -> float | None:
-    """A number to show, to six digits; None for one that JSON cannot hold or that is not there."""
+    """Round a number to six digits; return None for a missing one and one that JSON cannot hold."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
 def _charts(keys: Sequence[str]) -> tuple[list[Chart], list[Chart]]:
-    """The overview, and the rest: every metric is in exactly one chart."""
+    """Return the charts of the overview, and the rest: every metric is in exactly one chart."""
     rewards = [key for key in keys if re.fullmatch("reward/[^/]+", key)]
     evals = [key for key in keys if EVAL.fullmatch(key)]
     successes = [key for key in keys if re.fullmatch("environment/[^/]+/success", key)]
@@ -164,7 +163,7 @@ def _split(title: str, series: Sequence[Series], *, zero: bool = False, wide: bo
 
 
 def _outcomes(summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> list[Outcome]:
-    """From the summary; before there is one, the first evaluation and the latest."""
+    """Take scores from the summary; before there is one, from the first evaluation and the latest."""
 
     def summarised(when: str) -> dict[str, float]:
         plain, sampled = summary.get(when) or {}, summary.get(f"{when}_sampled") or {}
@@ -178,15 +177,27 @@ def _outcomes(summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -
     return [Outcome(name, sampled, _finite(first.get(key)), _finite(latest.get(key))) for name, sampled, key in sorted(found)]
 
 
-def _facts(config: RunConfig, summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    step = summary.get("steps", rows[-1]["step"] if rows else 0)
-    facts = {"model": config.role_model("actor"), "steps": f"{step:,} of {config.steps:,}"}
-    if "seconds" in summary:
-        facts["time"] = _duration(summary["seconds"])
-    if config.has_rollouts():
-        rollout, algorithm = config.rollout_section(), config.algorithm_section()
-        facts |= {"samples per step": f"{rollout.prompts} × {rollout.samples}", "advantage": algorithm.advantage}
-    return facts | {"pipeline": config.pipeline, "learning rate": f"{config.optim.lr:g}", "seed": str(config.seed)}
+def _facts(settings: Mapping[str, Any], summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Facts for the head of the report; those that the config of another version does not have are left out."""
+
+    def at(key: str) -> Any:
+        value: Any = settings
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    step, prompts, rate = summary.get("steps", rows[-1]["step"] if rows else 0), at("rollout.prompts"), at("optim.lr")
+    facts = {
+        "model": at("roles.actor.model") or at("model"),
+        "steps": f"{step:,}" + (f" of {at('steps'):,}" if isinstance(at("steps"), int) else ""),
+        "time": _duration(summary["seconds"]) if "seconds" in summary else None,
+        "samples per step": None if prompts is None else f"{prompts} × {at('rollout.samples')}",
+        "advantage": at("algorithm.advantage"),
+        "pipeline": at("pipeline"),
+        "learning rate": f"{rate:g}" if isinstance(rate, (int, float)) else rate,
+        "seed": at("seed"),
+    }
+    return {name: str(value) for name, value in facts.items() if value is not None}
 
 
 def _duration(seconds: float) -> str:
@@ -196,19 +207,19 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {int(seconds) % 60:02} s" if minutes else f"{seconds:.3g} s"
 
 
-def _failures(folder: Path) -> list[FailureCause]:
-    """All that went wrong in the recorded steps; of very many files, in the newest."""
-    files = sorted(folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime)[-TROUBLE_FILES:]
-    return by_cause(found for file in files for found in read_failures(file))
+def _failures(run: RunReader) -> list[FailureCause]:
+    """Group the failures of the recorded steps, of very many those of the newest, by cause."""
+    files = sorted(run.rollouts(), key=lambda file: (file.step, file.kind == "eval"))[-FAILURE_FILES:]
+    return by_cause(run.failures(files))
 
 
-def _samples(folder: Path) -> Iterator[dict[str, Any]]:
-    """Some rows of the first and of the last recorded step and of the last evaluation; other files are not opened."""
-    files = sorted(folder.glob("*.parquet"), key=lambda file: int(file.stem.rpartition("-")[2]))
-    evals = [file for file in files if file.stem.startswith("eval-")]
-    steps = [file for file in files if file not in evals]
+def _samples(run: RunReader) -> Iterator[dict[str, Any]]:
+    """Yield some rows of the first and the last recorded step and of the last evaluation; open no other file."""
+    files = sorted(run.rollouts(), key=lambda file: file.step)
+    evals = [file for file in files if file.kind == "eval"]
+    steps = [file for file in files if file.kind != "eval"]
     for file in dict.fromkeys([*steps[:1], *steps[-1:], *evals[-1:]]):
-        rows = list(read_samples(file))
+        rows = list(run.select(SAMPLE_COLUMNS, step=file.step, kind=file.kind))
         # At random, since every n-th may be of one domain. Failures are few and tell most, so they go first.
         order = random.Random(0).sample(range(len(rows)), len(rows))
         failed = [i for i in order if rows[i]["failure"]][:FAILED_PER_FILE]
@@ -216,7 +227,7 @@ def _samples(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _prompt_text(prompt: str) -> str:
-    """Chat messages as a person reads them; any other prompt as it is."""
+    """Format chat messages for a person; return any other prompt unchanged."""
     try:
         parts = [(message["role"], message["content"]) for message in json.loads(prompt)]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -226,7 +237,7 @@ def _prompt_text(prompt: str) -> str:
 
 
 def _visible(text: str) -> Markup:
-    """Escaped text whose line ends, tabs and outer blanks can be seen; of a long one, both ends."""
+    """Escape a text and make its line ends, tabs and outer blanks visible; cut the middle out of a long one."""
     if len(text) > HEAD + TAIL:
         left_out = f"\n[… {len(text) - HEAD - TAIL:,} characters left out …]\n"
         text = text[:HEAD] + left_out + text[-TAIL:]

@@ -1,6 +1,7 @@
-"""Metrics to TensorBoard and Weights & Biases. A tracker that is not installed is named with its install command.
+"""Sends metrics to TensorBoard and Weights & Biases, which write their own folders in the run directory.
 
-Whatever a tracker raises is one sentence. The run goes on without it, unless the config says `required`.
+A tracker that is not installed is refused with its install command. An exception of a tracker becomes one sentence, and the
+run goes on without it, unless the config says `required`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Log = Callable[[int, Mapping[str, float]], None]
 
 
 class Trackers:
-    """All trackers of a run; `notice` is told of each that is given up."""
+    """All trackers of a run; calls `notice` with a sentence for each that fails."""
 
     def __init__(self, run: Run, notice: Callable[[str], None]) -> None:
         self._notice = notice
@@ -36,7 +37,7 @@ class Trackers:
                 notice(f"the tracker {tracker.kind} could not be opened: {_first_line(error)}. The run goes on without it.")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send a step's metrics everywhere; a tracker that fails is given up."""
+        """Send a step's metrics to every tracker; drop a tracker that fails."""
         for opened in list(self._opened):
             kind, log, _ = opened
             try:
@@ -46,7 +47,7 @@ class Trackers:
                 self._notice(f"the tracker {kind} failed at step {step}: {_first_line(error)}. The run goes on without it.")
 
     def close(self) -> None:
-        """Flush and end; safe to call twice."""
+        """Flush and close every tracker; a second call does nothing."""
         while self._opened:
             kind, _, close = self._opened.pop()
             try:

@@ -1,1 +1,1 @@
-"""The files of a run directory: their format, durable writing, and reading. Everything else that touches a run builds on this."""
+"""The format of a run directory, its reader, and durable writing."""

@@ -1,4 +1,4 @@
-"""Answers of a judge, kept by a hash of model and question, so that nothing is asked twice: in memory, and in a file if wanted."""
+"""Caches the answers of a judge by a hash of model and question, in memory and optionally in a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumroll.runfiles.durable import explained
 
 
 class Answers:
-    """A cache. Its file is read when first needed, for the run's directory is made after the judge."""
+    """A cache of answers. It opens its file at the first use, because the run directory is created after the judge."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
@@ -19,15 +19,15 @@ class Answers:
 
     @staticmethod
     def key(model: str, question: str) -> str:
-        """What an answer is found by."""
+        """Return the key of a question to a model."""
         return hashlib.sha256(f"{model}\0{question}".encode()).hexdigest()
 
     def get(self, key: str) -> str | None:
-        """The answer, if it is known."""
+        """Return the answer, if it is known."""
         return self._load().get(key)
 
     def put(self, key: str, answer: str) -> None:
-        """Remember an answer."""
+        """Keep an answer."""
         self._load()[key] = answer
         if self.path is not None and self.path.parent.is_dir():
             with explained(self.path), self.path.open("a", encoding="utf-8") as file:

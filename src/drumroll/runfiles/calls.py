@@ -1,4 +1,4 @@
-"""A file of calls to the endpoint: one JSON line each."""
+"""Logs calls to the endpoint in a file, one JSON line per call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drumroll.runfiles.durable import explained
 
 
 class CallLog:
-    """Appends every call as it ends."""
+    """A log file; a call is appended when it ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -21,6 +21,6 @@ class CallLog:
             path.open("a").close()
 
     def add(self, call: Mapping[str, Any]) -> None:
-        """One line, with the time."""
+        """Append a call, with the time."""
         with explained(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"time": time.time(), **call}) + "\n")

@@ -1,6 +1,6 @@
-"""Writing files so that a crash, a power cut or a full disk never leaves a half that looks whole.
+"""Writes files so that a crash, a power cut or a full disk never leaves a partial file under its final name.
 
-After each call here the file and its name are on disk: `fsync` of the file, then of its directory.
+After each call the file and its name are on disk: `fsync` of the file, then of its directory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from drumroll.errors import StoreError
 
 @contextmanager
 def explained(path: Path) -> Generator[None]:
-    """Translate what the file system says into one sentence."""
+    """Turn errors of the file system into a `StoreError` of one sentence."""
     try:
         yield
     except OSError as error:
@@ -25,14 +25,14 @@ def explained(path: Path) -> Generator[None]:
             raise StoreError(f"cannot write {path}: {error.strerror}. Free some space, then continue with --resume.") from error
         raise StoreError(f"cannot write {path}: {error.strerror or error}.") from error
     except Exception as error:
-        # Libraries that write through other languages wrap the same failure in types of their own.
+        # Libraries that write through other languages raise the same failure as their own types.
         if "os error" in str(error).lower() or "no space" in str(error).lower():
             raise StoreError(f"cannot write {path}: {error}. Free some space, then continue with --resume.") from error
         raise
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file in one step."""
+    """Replace a text file atomically."""
     with new_file(path) as temporary:
         temporary.write_text(text, "utf-8")
 
@@ -87,7 +87,7 @@ def new_folder(path: Path) -> Generator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder under another name, so that its own name never stands for a half of it."""
+    """Delete a folder: rename it first, so that its name never refers to a partly deleted folder."""
     gone = path.with_name(f".{path.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     if path.exists():
@@ -97,7 +97,7 @@ def remove_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents, each name on disk."""
+    """Create a folder and its parents, and sync each name to disk."""
     with explained(path):
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Everything durable, and the order in which it is written. A run is a directory of plain files a person can open."""
+"""Writes run directories: the order of files, the ledger, checkpoints, the lock. A run is plain files that a person can open."""

@@ -1,7 +1,7 @@
-"""The lock of a run directory: one process trains in it at a time; readers need no lock.
+"""Locks a run directory: one process trains in it at a time; readers need no lock.
 
-The operating system holds the lock (`flock`) and releases it when its process ends, however it ends. The file names the
-holder for people and decides nothing.
+The operating system holds the lock (`flock`) and releases it when its process ends, however it ends. The text of the lock
+file tells people who holds it and decides nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _held: set[int] = set()
 
 
 def _let_go() -> None:
-    """Close the locks of the parent in a forked process, which would keep them after the parent's end."""
+    """Close the parent's locks in a forked process, which would otherwise hold them after the parent has ended."""
     while _held:
         os.close(_held.pop())
 
@@ -36,9 +36,9 @@ os.register_at_fork(after_in_child=_let_go)
 
 @contextmanager
 def locked(path: Path) -> Generator[bool]:
-    """Hold a run directory, which is created if missing; yields False where the file system has no locks.
+    """Lock a run directory within the block; create it if it is missing. Yield False on a file system without locks.
 
-    A directory that was created here and is still empty at the end is removed.
+    Removes a directory that it created and that is still empty at the end.
     """
     created, file = not path.exists(), path / LOCK
     make_folder(path)
@@ -48,7 +48,7 @@ def locked(path: Path) -> Generator[bool]:
     try:
         yield exclusive
     finally:
-        file.unlink(missing_ok=True)  # before the lock is released: who waits for this file looks again
+        file.unlink(missing_ok=True)  # before the lock is released: a waiting process then opens the file again
         _held.discard(handle)
         os.close(handle)
         if created:

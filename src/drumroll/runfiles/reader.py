@@ -1,0 +1,128 @@
+"""Reads run directories: any run of format 1 or later, finished, stopped, or being written by another process.
+
+The reader takes the config as a plain mapping. It never validates it against today's schema, never imports a user's code,
+and never writes. Files that a writer replaces or removes meanwhile are read as they were, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drumroll.errors import StoreError
+from drumroll.runfiles.checkpoints import CheckpointFolder
+from drumroll.runfiles.format import CHECKPOINTS, CONFIG, LEDGER, METRICS, MODEL, ROLLOUTS, SUMMARY, read_format
+from drumroll.runfiles.ledger_queries import LedgerReader
+from drumroll.runfiles.rollouts import RolloutFile, read_failures, read_outcomes, read_samples, rollout_files, rollout_path
+
+
+class RunReader:
+    """An open run directory: metrics, samples, checkpoints, ledger, summary. Every access reads the files anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunReader:
+        """Open an existing run directory; a directory without a format version, or of a newer one, is refused."""
+        read_format(Path(path))
+        return RunReader(Path(path))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The config as a plain mapping, as `config.yaml` holds it."""
+        try:
+            values = yaml.safe_load(self.config_text)
+        except yaml.YAMLError as error:
+            raise StoreError(f"cannot read {self.path / CONFIG}: it is not valid YAML: {error}") from None
+        if not isinstance(values, dict):
+            raise StoreError(f"cannot read {self.path / CONFIG}: a config is a mapping, this is {type(values).__name__}.")
+        return values
+
+    @property
+    def config_text(self) -> str:
+        """The text of `config.yaml`."""
+        return (self.path / CONFIG).read_text("utf-8")
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One dict per step; step 0 holds the first evaluation."""
+        return read_metrics(self.path / METRICS)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Before and after, steps and seconds; empty while the run is unfinished."""
+        try:
+            return json.loads((self.path / SUMMARY).read_text("utf-8"))
+        except FileNotFoundError:
+            return {}
+
+    @property
+    def model_path(self) -> Path:
+        """The trained model: a plain Hugging Face directory, once the run has finished."""
+        return self.path / MODEL
+
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        """The checkpoints of the run."""
+        return CheckpointFolder(self.path / CHECKPOINTS)
+
+    def open_ledger(self) -> LedgerReader:
+        """Open the ledger for queries."""
+        return LedgerReader(self.path / LEDGER)
+
+    # --- samples ---
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """All recorded samples as plain rows, file by file."""
+        return list(self.select())
+
+    def select(
+        self,
+        columns: Sequence[str] | None = None,
+        *,
+        ids: Collection[str] | None = None,
+        step: int | None = None,
+        kind: str | None = None,
+        domain: str | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Yield recorded samples, all or those of the given ids, step, kind and domain, with all columns or the given ones.
+
+        Files of other steps and kinds are not opened. Of a file only the given columns are read, and only in those row
+        groups (64 rows) that hold a wanted sample.
+        """
+        for file in self.rollouts(step=step, kind=kind):
+            with suppress(FileNotFoundError):  # a resume has removed it meanwhile
+                yield from read_samples(file.path, columns, ids=ids, domain=domain)
+
+    def rollouts(self, *, step: int | None = None, kind: str | None = None) -> list[RolloutFile]:
+        """List the complete files of recorded samples, by name."""
+        files = rollout_files(self.path / ROLLOUTS)
+        return [file for file in files if step in (None, file.step) and kind in (None, file.kind)]
+
+    def failures(self, files: Iterable[RolloutFile] | None = None) -> Iterator[tuple[str, str, str]]:
+        """Yield the failures and notes of samples: the sample's id, the text, the frames of the user's code."""
+        for file in self.rollouts() if files is None else files:
+            with suppress(FileNotFoundError):
+                yield from read_failures(file.path)
+
+    def outcomes(self, steps: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Yield the facts that the ledger records about the training samples of some steps."""
+        for step in steps:
+            with suppress(FileNotFoundError):
+                yield from read_outcomes(rollout_path(self.path / ROLLOUTS, "train", step))
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Read the complete lines of `metrics.jsonl`; the last is torn after a crash and while it is being written."""
+    try:
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
