@@ -17,11 +17,13 @@ from drumroll.observe.trackers import check_installed
 from drumroll.pipelines import find_pipeline
 from drumroll.registry import search
 from drumroll.rewards import Rewards
+from drumroll.runfiles.format import CONFIG
+from drumroll.runfiles.reader import RunReader
 from drumroll.sample import Group, Sample
 from drumroll.session import Session
 from drumroll.stages import describe
 from drumroll.store.lock import locked
-from drumroll.store.run import CONFIG, Run
+from drumroll.store.run import Run
 from drumroll.workers.runtime import open_workers
 
 Recipe = RunConfig | Mapping[str, Any] | str | Path
@@ -40,10 +42,10 @@ def train(
     progress = progress or Quiet()
     try:
         if resume is not None:
-            run = Run.open(resume)
-            with _held(run.path, progress):
-                config = load(run.path / CONFIG, overrides).config
-                return _await(_train(config, lambda: run.reconfigured(config), progress, resume=True))
+            path = RunReader.open(resume).path
+            with _held(path, progress):
+                config = load(path / CONFIG, overrides).config
+                return _await(_train(config, lambda: Run.reopen(path, config), progress, resume=True))
         if recipe is None:
             raise ConfigError("nothing to train: give a recipe, or resume=RUN.")
         config = _config(recipe, overrides)
@@ -91,7 +93,7 @@ def evaluate(model: str | Path, recipe: Recipe, overrides: Sequence[str] = ()) -
     """Measure a model, or the model of a run directory, on the recipe's held-out sets."""
     path = Path(model)
     if (path / CONFIG).exists():
-        path = Run.open(path).model_path
+        path = RunReader.open(path).model_path
     config = _config(recipe, [*overrides, f"model={path if path.exists() else model}", "roles.actor.model=null"])
     if not config.eval.sets:
         raise ConfigError("the recipe names no held-out sets: add some under eval.sets.")

@@ -17,12 +17,13 @@ from drumroll.engines import Sampling
 from drumroll.engines.router import Router
 from drumroll.errors import StoreError
 from drumroll.runfiles.calls import CallLog
+from drumroll.runfiles.format import CONFIG
+from drumroll.runfiles.reader import RunReader
 from drumroll.sample import Message, sample_seed
 from drumroll.serve.caller import Caller, Served
 from drumroll.serve.endpoint import Endpoint
 from drumroll.serve.traces import Call
 from drumroll.serve.writing import Line
-from drumroll.store.run import CONFIG, Run
 from drumroll.workers.runtime import Workers, context_length, open_workers
 
 CONTEXT = 2048
@@ -39,7 +40,7 @@ def config_of(target: str, overrides: Sequence[str] = ()) -> RunConfig:
     """What to load: the config of a recipe or a run, or one for a bare model."""
     path = Path(target)
     if (path / CONFIG).exists():
-        run = Run.open(path)
+        run = RunReader.open(path)
         if not run.model_path.exists():
             raise StoreError(
                 f"the run {path} has not ended, so it has no model yet; serve one of its checkpoints' models by path."

@@ -335,9 +335,12 @@ import os, sys, time
 from pathlib import Path
 from drumroll.store.lock import locked
 with locked(Path(sys.argv[1])):
+    started, say = os.pipe()
     if os.fork() == 0:
+        os.write(say, b"!")  # it has let go of the lock before it runs
         time.sleep(300)
         os._exit(0)
+    os.read(started, 1)
     print("held", flush=True)
     time.sleep(300)
 """

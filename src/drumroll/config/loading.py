@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from drumroll.config.pipelines import DEFAULT, ForeignConfig, config_class
+from drumroll.config.pipelines import DEFAULT, config_class
 from drumroll.config.roles import BUILT_IN_MODELS
 from drumroll.config.run import RunConfig
 from drumroll.errors import ConfigError, did_you_mean
@@ -31,11 +31,8 @@ class Loaded:
     origins: dict[str, str] = field(default_factory=dict)
 
 
-def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, import_code: bool = True) -> Loaded:
-    """Read a recipe (a file, or a mapping from Python), apply `key=value` overrides, check everything.
-
-    Without `import_code` the config of a user's own pipeline has only the keys that every pipeline has.
-    """
+def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Loaded:
+    """Read a recipe (a file, or a mapping from Python), apply `key=value` overrides, check everything."""
     origins: dict[str, str] = {}
     base = Path.cwd()
     if isinstance(source, Mapping):
@@ -47,14 +44,13 @@ def load(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), 
     for override in sorted(overrides, key=lambda o: o.partition("=")[0].count(".")):  # a section before its keys
         _apply(values, override, origins)
     _resolve_paths(values, base)
-    return Loaded(check(values, origins, import_code=import_code), origins)
+    return Loaded(check(values, origins), origins)
 
 
-def check(values: dict[str, Any], origins: Mapping[str, str] | None = None, *, import_code: bool = True) -> RunConfig:
+def check(values: dict[str, Any], origins: Mapping[str, str] | None = None) -> RunConfig:
     """Validate plain values."""
     folders, pipeline = values.get("import_from"), values.get("pipeline", DEFAULT)
-    foreign = not import_code and isinstance(pipeline, str) and ":" in pipeline
-    top = ForeignConfig if foreign else config_class(pipeline, folders if isinstance(folders, list) else ())
+    top = config_class(pipeline, folders if isinstance(folders, list) else ())
     try:
         return top.model_validate(values)
     except ValidationError as error:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pydantic import ConfigDict
-
 from drumroll.config.rl import RLConfig
 from drumroll.config.run import RunConfig
 from drumroll.config.sft import SFTConfig
@@ -15,12 +13,6 @@ from drumroll.registry import import_path, search
 DEFAULT = "rl"
 CONFIGS: dict[str, type[RunConfig]] = {DEFAULT: RLConfig, "sft": SFTConfig}
 """The built-in pipelines; `pipelines/<name>.py` implements each. Their configs are here so that reading one needs no torch."""
-
-
-class ForeignConfig(RunConfig):
-    """The common keys of a config whose own class is not imported, because its run is only looked at."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 def config_class(pipeline: object, import_from: Iterable[str] = (), key: str = "pipeline:") -> type[RunConfig]:

@@ -96,12 +96,13 @@ class Run(RunReader):
     def open(cls, path: Path | str) -> Run:
         """Open an existing run directory, and check its config against today's schema."""
         read_format(Path(path))
-        return cls(Path(path), load(Path(path) / CONFIG, import_code=False).config)
+        return cls(Path(path), load(Path(path) / CONFIG).config)
 
-    def reconfigured(self, config: RunConfig) -> Run:
-        """Return this run under a changed config, and keep the config: overrides given on resuming hold from then on."""
-        write_text(self.path / CONFIG, dump(config))
-        return Run(self.path, config)
+    @classmethod
+    def reopen(cls, path: Path, config: RunConfig) -> Run:
+        """Open a run directory to continue it, and keep the config: overrides given on resuming hold from then on."""
+        write_text(path / CONFIG, dump(config))
+        return cls(path, config)
 
     @property
     @override
