@@ -17,7 +17,7 @@ T = TypeVar("T")
 def search(folders: Iterable[str]) -> None:
     """Let modules of the user be found in these folders: after the standard library, before installed packages.
 
-    Only verbs that run the user's code call this. A file `random.py` beside a recipe replaces no module of Python.
+    Only verbs that run the user's code call this, and the loading of a recipe whose pipeline is the user's own. A file `random.py` beside a recipe replaces no module of Python.
     """
     own = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     library = own | {os.path.join(path, "lib-dynload") for path in own}
