@@ -242,17 +242,17 @@ class Session:
         return {"loop": loop, "before": self.before, "after": self.after}
 
     async def _save(self, best: Mapping[str, Any] | None) -> None:
-        """Save the step, then name its checkpoint in the ledger. A checkpoint that is already named keeps its weights."""
-        checkpoints, ledger = self.run.checkpoints, self.open_ledger()
+        """Save the step, then name its checkpoint in the ledger. A step saved before keeps its weights."""
+        checkpoints = self.run.checkpoints
         async with self.stage("checkpoint"):
             evaluations = {"before": self.before, "after": self.after, "best": best}
             state = {**self._committed, **evaluations, "seconds": self.seconds()}
-            if self.step in ledger.checkpoints() and self.step in checkpoints.steps():
+            if self.step in checkpoints.steps():
                 checkpoints.amend(self.step, state)
                 return
             parts = {part: partial(_save_learner, group) for part, group in self.workers.learners().items()}
             await checkpoints.save(self.step, parts, state)
-        ledger.add_checkpoint(self.step, checkpoints.path(self.step).name)
+        self.open_ledger().add_checkpoint(self.step, checkpoints.path(self.step).name)
 
     def _saved(self) -> int | None:
         """The step that a resume continues from."""
