@@ -68,7 +68,7 @@ async def train(session, config, source):
         async with session.stage("train"), workers.training():
             batch = pack([draw(source, number) for number in range(config.rows)])
             known = await stages.infer(workers, workers.actor.put(batch), 1.0)
-            metrics = await stages.train(workers.actor, workers.actor.put(Update(batch, SFTLoss(), token_mean)))
+            metrics = await stages.train(workers, workers.actor, workers.actor.put(Update(batch, SFTLoss(), token_mean)))
         if config.cluster.runtime == "local":
             metrics["imitation/first"] = -float(known.reference[batch.mask].mean())
         await stages.publish(workers, session.step + 1)

@@ -58,7 +58,8 @@ async def barrier_loop(config: RLConfig):
                     groups.append(Group(prompt, draw, samples))
                 draw += 1
             batch = algorithm.advantages(pack(groups))
-            metrics = await workers.actor.call(0, Learner.update, Update(batch, algorithm.loss, algorithm.aggregate))
+            update = Update(batch, algorithm.loss, algorithm.aggregate)
+            metrics = (await workers.actor.call(0, Learner.update, update)).metrics()
             await workers.publish(step)
             batches.append([(s.draw, s.index, s.traces[0].tokens, s.traces[0].logprobs) for g in groups for s in g.samples])
             losses.append((metrics["train/loss"], metrics["train/grad_norm"]))
