@@ -53,8 +53,18 @@ class Remembered(dict[str, Any]):
 class Session:
     """One training run from its first step, or from its last checkpoint, to its end."""
 
-    def __init__(self, run: Run, workers: Workers, evaluator: Evaluator | None, progress: Progress, *, resume: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        workers: Workers,
+        evaluator: Evaluator | None,
+        progress: Progress,
+        *,
+        resume: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.run = run
+        self._clock = clock
         self.config = run.config
         self.workers = workers
         workers.notify = progress.notice
@@ -66,7 +76,7 @@ class Session:
         self.before: Metrics = {}
         self.after: Metrics = {}
         self._earlier_seconds = 0.0
-        self._began = time.monotonic()
+        self._began = self._clock()
         self._stage_times: Metrics = {}
         self._peaks: Metrics = {}
         self._resumable: dict[str, Resumable] = {}
@@ -89,11 +99,11 @@ class Session:
     async def stage(self, name: str) -> AsyncGenerator[None]:
         """Measure a stage: it shows as `time/<name>`, `memory/<name>/<role>` and in the terminal."""
         self.progress.stage(name)
-        began = time.monotonic()
+        began = self._clock()
         try:
             yield
         finally:
-            self._stage_times[f"time/{name}"] = self._stage_times.get(f"time/{name}", 0.0) + time.monotonic() - began
+            self._stage_times[f"time/{name}"] = self._stage_times.get(f"time/{name}", 0.0) + self._clock() - began
         for role, peak in (await self.workers.memory()).items():
             self._peaks[f"memory/{name}/{role}"] = peak
 
@@ -104,7 +114,7 @@ class Session:
         ledger = self.open_ledger()
         saved = self._saved() if self.resume else None
         if saved is not None:
-            await self._restore(saved)
+            await self.recover(saved)
         else:
             if self.resume and self.run.metrics:
                 self.progress.notice(f"{self.run.path} has no complete checkpoint: the run begins again at step 0.")
@@ -204,7 +214,7 @@ class Session:
 
     def seconds(self) -> float:
         """Time spent in this run, earlier sessions of it included."""
-        return self._earlier_seconds + time.monotonic() - self._began
+        return self._earlier_seconds + self._clock() - self._began
 
     # --- evaluation and checkpoints ---
 
@@ -260,8 +270,12 @@ class Session:
             return max(self.run.checkpoints.steps(), default=None)
         return self.run.checkpoints.newest(self.ledger.checkpoints(), self.ledger.committed())
 
-    async def _restore(self, step: int) -> None:
-        """Return to a complete checkpoint. Nothing is deleted before the checkpoint is loaded."""
+    async def recover(self, step: int) -> None:
+        """Return to a complete checkpoint, with learners made anew where some were lost; later steps are done again.
+
+        Nothing is deleted before the checkpoint is loaded.
+        """
+        await self.workers.renew_learners()
         state, ledger = self.run.checkpoints.state(step), self.open_ledger()
         for part, group in self.workers.learners().items():
             await group.broadcast(Learner.load, (self.run.checkpoints.path(step) / part).absolute())

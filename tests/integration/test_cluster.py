@@ -1,20 +1,28 @@
 """The same run on the ray runtime: equal to the local one, over several ranks, on shared devices, and when workers die."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
 
 import pytest
 import ray
+import torch
 import yaml
 from test_reward_model import classifier
 
 import drumroll
+from drumroll import stages
+from drumroll.config import check
 from drumroll.errors import ConfigError
+from drumroll.learners import Learner
+from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 from drumroll.store.run import Run
+from drumroll.workers.batch_builder import BatchBuilder
 from drumroll.workers.ray import RayWorkers
 from drumroll.workers.ray_actors import RayGroup
 from drumroll.workers.ray_workers import EngineWorker, LearnerWorker
+from drumroll.workers.runtime import open_workers
 from drumroll.workers.server import WorkerLost
 
 
@@ -234,6 +242,47 @@ def test_a_killed_judge_is_replaced_and_asked_again(small, killer, kill):
     assert run.summary["steps"] == 4
     assert [text.partition(":")[0] for text in listener.heard] == ["judge rank 0 is gone"]
     assert listener.heard[0].endswith("a new one is started, and its questions are asked again.")
+
+
+def test_a_group_of_learners_that_lost_a_rank_is_made_anew(small, tmp_path, kill):
+    """The next generation meets at a new store, holds the saved state, trains, and publishes to the engine that was there."""
+    config = check(small(cluster=ONE | {"devices": 2}, roles={"actor": {"devices": "0-1"}, "rollout": {"devices": "0-0"}}))
+
+    async def story():
+        workers = await open_workers(config)
+        try:
+            memory = await workers.batch_builder.call(0, BatchBuilder.start)
+            batch, _ = await stages.advantages(workers, await stages.pack(workers, [group_of_two()]), memory)
+            await workers.actor.broadcast(Learner.save, tmp_path)
+            before = await workers.actor.scatter(Learner.infer, batch, 1.0)
+            await stages.update(workers, batch, 1.0)
+            await workers.renew_learners()
+            assert workers.actor.generation == 0  # nobody was lost
+            await kill(workers.actor, 1)
+            await workers.renew_learners()
+            assert workers.actor.generation == 1
+            await workers.actor.broadcast(Learner.load, tmp_path)
+            again = await workers.actor.scatter(Learner.infer, batch, 1.0)
+            joined = [await workers.batch_builder.call(0, BatchBuilder.join, batch, "old", *p) for p in (before, again)]
+            assert torch.equal(joined[0].old, joined[1].old)
+            assert (await stages.update(workers, batch, 1.0))["train/tokens"] == 6.0
+            await workers.publish(1)
+        finally:
+            await workers.close()
+
+    asyncio.run(story())
+
+
+def group_of_two():
+    """Two answers of three tokens to one prompt."""
+    prompt = Prompt("p", "sums", "", (1, 5))
+    samples = []
+    for index in range(2):
+        trace = Trace()
+        trace.extend([1, 5], Owner.PROMPT)
+        trace.extend([7 + index, 8, 9], Owner.POLICY, [-1.0] * 3, [0] * 3)
+        samples.append(Sample(prompt, 0, index, traces=[trace], reward=float(index)))
+    return Group(prompt, 0, samples)
 
 
 def test_a_killed_learner_ends_the_run_with_one_sentence(small, killer, kill):

@@ -284,3 +284,34 @@ def test_an_environment(beside, small):
     _, path = beside(EPISODE, lambda name: small(environment={"use": f"{name}:Echo", "max_turns": 3}, reward={}, **recipe))
     samples = package.train(path).samples
     assert {(len(s["turns"]), s["reward"]) for s in samples} == {(2, 0.75)}
+
+
+BACKEND = """
+from drumroll.learners.backends.torch import TorchBackend, open_backend
+
+STEPS = []
+
+
+class Noting(TorchBackend):
+    def step(self, rate):
+        STEPS.append((self.ranks.mesh.rank, rate))
+        super().step(rate)
+
+
+def noting(spec):
+    made = open_backend(spec)
+    made.__class__ = Noting
+    return made
+"""
+
+
+def test_a_learner_backend(beside, small, untimed):
+    same = {"steps": 2, "deterministic": True, "threads": 1, "optim": {"lr": 1e-3, "minibatch": 8}}
+    name, path = beside(BACKEND, lambda name: small(roles={"actor": {"backend": f"{name}:noting"}}, **same))
+    run = package.train(path)
+    assert [rate for _, rate in sys.modules[name].STEPS] == [1e-3] * 4
+    assert untimed(run) == untimed(package.train(small(name="torch", **same)))
+    with pytest.raises(
+        ConfigError, match=r"roles.actor.backend: 'torhc' is not known; choose one of torch.*Did you mean 'torch'"
+    ):
+        package.train(small(name="wrong", roles={"actor": {"backend": "torhc"}}))

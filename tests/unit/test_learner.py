@@ -28,6 +28,7 @@ from drumroll.mesh import Mesh
 from drumroll.models.adapters import add_adapters
 from drumroll.models.loading import load
 from drumroll.models.value import value_model
+from drumroll.processes.rendezvous import Rendezvous
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 
 
@@ -289,7 +290,9 @@ def test_weight_decay_spares_norms_and_biases(tmp_path, dtype):
 def data_parallel(rank, count, port, dtype):
     """The gradients of two minibatches' steps, and the log-probs of this rank's share."""
     torch.set_num_threads(1)
-    ranks = Ranks.meet(Mesh(data=count, rank=rank), "127.0.0.1", port, device="cpu", seconds=60)
+    ranks = Ranks.meet(
+        Mesh(data=count, rank=rank), Rendezvous("127.0.0.1", port, ("127.0.0.1",) * count), device="cpu", seconds=60
+    )
     config = OptimConfig(lr=1e-2, grad_clip=0, minibatch=12, micro_tokens=60)
     learner = torch_learner(exact(load("tiny-random", dtype=dtype, seed=1)), config, total_steps=1, ranks=ranks)
     made = Algorithm(AlgorithmConfig(advantage="reinforce", loss="pg"), single_update=True).advantages(batch())

@@ -19,6 +19,7 @@ from drumroll.learners.backends.torch import torch_learner
 from drumroll.learners.ranks import Ranks
 from drumroll.mesh import Mesh
 from drumroll.models.loading import load
+from drumroll.processes.rendezvous import Rendezvous
 from drumroll.workers import group
 from drumroll.workers.group import LocalGroup, Role
 from drumroll.workers.server import WorkerLost
@@ -30,7 +31,13 @@ PATIENCE = 600.0
 def rank(number, port, where, seconds, answers):
     """Train twice; rank 0 fails at `where` in the first update. Tells how both updates ended."""
     torch.set_num_threads(1)
-    ranks = Ranks.meet(Mesh(data=2, rank=number), "127.0.0.1", port, device="cpu", seconds=seconds, patience=PATIENCE)
+    ranks = Ranks.meet(
+        Mesh(data=2, rank=number),
+        Rendezvous("127.0.0.1", port, ("127.0.0.1",) * 2),
+        device="cpu",
+        seconds=seconds,
+        patience=PATIENCE,
+    )
     learner = torch_learner(load("tiny-random", seed=1), OptimConfig(lr=1e-2), total_steps=1, ranks=ranks)
     work = Update(batch(), SFTLoss(), Shares("token_mean"))
     before = [p.detach().clone() for p in learner.backend.master]

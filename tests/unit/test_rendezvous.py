@@ -9,7 +9,7 @@ from forked import FORKED
 from drumroll.errors import ConfigError
 from drumroll.learners.ranks import Ranks
 from drumroll.mesh import Mesh
-from drumroll.processes.rendezvous import LOOPBACK, MeetingError, address_of, find_store, open_store, steer_nccl
+from drumroll.processes.rendezvous import LOOPBACK, MeetingError, Rendezvous, address_of, find_store, open_store, steer_nccl
 from drumroll.weights.broadcast import BroadcastReceiver, Meeting
 
 ONE, TWO = "127.0.0.2", "127.0.0.3"  # two addresses of this machine, neither of which its name resolves to
@@ -33,7 +33,9 @@ def listening(port_of):
 def rank(number, port, addresses, answers):
     """One of two ranks: the sum of the ranks' ones, and where this process listens."""
     torch.set_num_threads(1)
-    ranks = Ranks.meet(Mesh(data=2, rank=number), ONE, port, device="cpu", seconds=77, patience=60, address=addresses[number])
+    ranks = Ranks.meet(
+        Mesh(data=2, rank=number), Rendezvous(ONE, port, tuple(addresses)), device="cpu", seconds=77, patience=60
+    )
     assert ranks.group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77  # of a collective
     sums = torch.ones(3)
     ranks.add([sums])
@@ -55,7 +57,7 @@ def test_a_rank_whose_peer_does_not_answer_names_both_addresses():
     store = open_store(ONE)
     store.set("address/1", TWO)
     with pytest.raises(MeetingError) as error:
-        Ranks.meet(Mesh(data=2, rank=0), ONE, store.port, device="cpu", seconds=600, patience=2, address=ONE)
+        Ranks.meet(Mesh(data=2, rank=0), Rendezvous(ONE, store.port, (ONE, ONE)), device="cpu", seconds=600, patience=2)
     text = str(error.value)
     assert text.startswith(f"Rank 0 at {ONE} forms no group with rank 1 at {TWO} in 2 s: ")
     assert "cluster.interface" in text
@@ -67,9 +69,9 @@ def test_a_rank_whose_peer_does_not_answer_names_both_addresses():
 def test_a_rank_whose_peer_never_came_and_one_with_an_address_of_another_machine():
     store = open_store(ONE)
     with pytest.raises(MeetingError, match=rf"Rank 0 at {ONE} forms no group with rank 1 that never came in 2 s"):
-        Ranks.meet(Mesh(data=2, rank=0), ONE, store.port, device="cpu", seconds=2, address=ONE)
+        Ranks.meet(Mesh(data=2, rank=0), Rendezvous(ONE, store.port, (ONE, ONE)), device="cpu", seconds=2)
     with pytest.raises(MeetingError, match=r"Rank 1 at 192\.0\.2\.1 forms no group with rank 0 at 127\.0\.0\.2 in 2 s"):
-        Ranks.meet(Mesh(data=2, rank=1), ONE, store.port, device="cpu", seconds=2, address="192.0.2.1")
+        Ranks.meet(Mesh(data=2, rank=1), Rendezvous(ONE, store.port, (ONE, "192.0.2.1")), device="cpu", seconds=2)
 
 
 def test_a_store_that_does_not_answer_is_a_sentence_with_both_addresses():

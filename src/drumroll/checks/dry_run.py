@@ -21,11 +21,11 @@ from drumroll.envs.runner import find as find_environment
 from drumroll.errors import ConfigError, DataError, DrumrollError, HubError, ModelError, user_frames
 from drumroll.models.loading import find as find_model
 from drumroll.models.loading import load_tokenizer
-from drumroll.registry import import_path, search
+from drumroll.registry import import_path
 from drumroll.rewards import Rewards
 from drumroll.rollout.filters import find_filter
 from drumroll.sample import Scene
-from drumroll.workers.runtime import open_algorithm
+from drumroll.workers.runtime import check_backends, open_algorithm
 
 
 def resolve(config: RunConfig, *, files: bool = True) -> Iterator[str]:
@@ -33,8 +33,7 @@ def resolve(config: RunConfig, *, files: bool = True) -> Iterator[str]:
 
     Without `files` local data is left out, and a missing model directory is a warning.
     """
-    search(config.import_from)
-    config.check_engine()
+    check_backends(config)
     rewards = Rewards(config.rewards())
     rewards.check_roles(judge=config.roles.judge, reward_model=config.roles.reward_model)
     open_algorithm(config)

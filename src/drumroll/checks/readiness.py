@@ -20,7 +20,7 @@ GIB = 2**30
 COMMAND_WIDTH = 46
 """What a terminal of 80 columns has for a note and a command."""
 LEAST_SHARED, LEAST_MEMORY, LEAST_DISK = 1 * GIB, 2 * GIB, 5 * GIB
-"""Below these something will hurt: Ray and the weight bus; a small model with its optimizer; a few checkpoints."""
+"""Below these something will hurt: Ray and weight sync; a small model with its optimizer; a few checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)

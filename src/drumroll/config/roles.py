@@ -46,8 +46,8 @@ class ActorRole(Section):
 
     model: str | None = None
     """Model of this role: a built-in (tiny, tiny-random), a Hugging Face directory or hub id. Default: the top-level `model`."""
-    backend: Literal["torch"] = "torch"
-    """What trains it. `torch`: plain PyTorch, data-parallel over its devices."""
+    backend: str = "torch"
+    """What trains it, and computes what the reference, teacher and critic compute. `torch`: plain PyTorch, data-parallel over its devices; or your own as `module:function`."""
     devices: Devices = None
     """On ray, devices of the pool: a range (`0-11`, `"0-7,12-15"`, device 3 alone is `3-3`) or a count (`4`); `auto` takes all. On local: `cpu`, `cuda` or `cuda:N`; `auto` takes CUDA where there is one."""
     dtype: Dtype = "float32"

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from drumroll.errors import Interrupted, PeerFailed
 from drumroll.mesh import Mesh
-from drumroll.processes.rendezvous import LOOPBACK, find_store, gloo_options, meeting, register_gloo, steer_nccl
+from drumroll.processes.rendezvous import Rendezvous, find_store, gloo_options, meeting, register_gloo, steer_nccl
 
 BUCKET = 2**24
 """Elements summed in one collective: large enough for speed, small enough to need little memory."""
@@ -36,22 +36,21 @@ class Ranks:
     def meet(
         cls,
         mesh: Mesh,
-        host: str,
-        port: int,
+        rendezvous: Rendezvous,
         *,
         device: str,
         seconds: float,
-        address: str = LOOPBACK,
         patience: float | None = None,
     ) -> Ranks:
-        """Wait for the peers at a store, and join them (NCCL on CUDA, gloo elsewhere) at the address of this machine.
+        """Wait for the peers at their store, and join them (NCCL on CUDA, gloo elsewhere) at the address of this rank.
 
         `patience` is how long that may take, `seconds` (its default) how long a collective may take.
         """
         if mesh.size == 1:
             return ALONE
         patience = seconds if patience is None else patience
-        store, backend, options = find_store(host, port, patience, address), "nccl", None
+        host, address = rendezvous.host, rendezvous.addresses[mesh.rank]
+        store, backend, options = find_store(host, rendezvous.port, patience, address), "nccl", None
         with meeting(store, mesh.rank, mesh.size, address, patience):
             if device.startswith("cuda"):
                 steer_nccl(address)

@@ -11,6 +11,7 @@ import socket
 import struct
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,19 @@ GLOO = "gloo_at_address"
 SHOWN = 4
 """The most peers that an error message names."""
 ADVICE = "Check the network between these machines, or name the one that joins them in cluster.interface."
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of one generation of a group meet: host and port of their store, and the address of each rank.
+
+    A group that is made anew meets at a new store, so that no rank of an earlier generation can join it.
+    """
+
+    host: str
+    port: int
+    addresses: tuple[str, ...]
+    generation: int = 0
 
 
 class MeetingError(DrumrollError, RuntimeError):

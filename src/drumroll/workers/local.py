@@ -103,6 +103,10 @@ class LocalWorkers(Workers):
                     await self.rollout.call(rank, Engine.load_adapter, version, weights, adapter, recompute=self._recompute)
 
     @override
+    async def renew_learners(self) -> None:
+        """Learners of this process are never lost."""
+
+    @override
     def interrupt(self) -> None:
         for learner in self._trained:
             learner.interrupt()

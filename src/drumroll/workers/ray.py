@@ -1,6 +1,6 @@
 """The `ray` runtime: each rank of a role in a process of its own, on the devices that the layout gives it.
 
-Weights go over the bus, from the actor's first rank to every engine. Engines and judges that are lost are replaced while the
+Weights go from the actor's first rank to every engine (`weights/`). Engines and judges that are lost are replaced while the
 run goes on; a lost learner ends it. Engines on devices that also train rest while an update runs.
 """
 
@@ -27,7 +27,7 @@ from drumroll.mesh import Mesh
 from drumroll.models.loading import load_tokenizer
 from drumroll.placement.devices import DeviceSet, Kind, Layout, lay_out
 from drumroll.placement.layout import joins, pool_of, requests, threads_of
-from drumroll.processes.rendezvous import LOOPBACK, open_store
+from drumroll.processes.rendezvous import LOOPBACK, Rendezvous, open_store
 from drumroll.rewards.judge_client import open_judge
 from drumroll.rewards.model import RewardModel
 from drumroll.sample import Version
@@ -93,8 +93,8 @@ class RayWorkers(Workers):
         self.layout: Layout = lay_out(runtime.pool, requests(config, self.needs))
         self.tokenizer = load_tokenizer(config.role_model("actor"))
         self._recompute = config.rollout_section().kv_at_switch == "recompute"
-        self._stores: list[Any] = []
-        self._members: frozenset[int] = frozenset()  # engines on the bus
+        self._stores: dict[str, Any] = {}  # of the present generations
+        self._members: frozenset[int] = frozenset()  # engines connected with the actor
         self._device_lock = asyncio.Lock()  # weights, training and engines that come back exclude each other
         self._groups()
 
@@ -133,24 +133,47 @@ class RayWorkers(Workers):
 
     def _group(self, role: Role, make: Callable[[RunConfig, Assignment], W], then: str) -> RayGroup[W]:
         device_sets, deadline = self.layout.workers(role), self.config.cluster.call_timeout
-        mesh = self.layout.meshes.get(role) or Mesh(data=len(device_sets))
-        factories = [
+        group: RayGroup[W] = RayGroup(
+            self.runtime, role, self._factories(role, make), device_sets, urgent=URGENT, deadline=deadline, then=then
+        )
+        group.mesh = self._mesh(role)
+        return group
+
+    def _mesh(self, role: Role) -> Mesh:
+        return self.layout.meshes.get(role) or Mesh(data=len(self.layout.workers(role)))
+
+    def _factories(self, role: Role, make: Callable[[RunConfig, Assignment], W]) -> list[Callable[[], W]]:
+        """What makes each worker of a role, in rank order."""
+        mesh, device_sets = self._mesh(role), self.layout.workers(role)
+        return [
             partial(make, self.config, Assignment(devices[0], replace(mesh, rank=rank)))
             for rank, devices in enumerate(device_sets)
         ]
-        group = RayGroup(self.runtime, role, factories, device_sets, urgent=URGENT, deadline=deadline, then=then)
-        group.mesh = mesh
-        return group
 
     def _learners(self, role: LearnerRole) -> RayGroup[LearnerWorker]:
-        """Data-parallel ranks, which meet at a store of ours."""
-        devices, meeting = self.layout.devices[role], None
-        if len(devices) > 1:
-            here, addresses = self.runtime.host_of(), [self.runtime.host_of(d) for d in devices]
-            host = LOOPBACK if set(addresses) == {here} else here
-            self._stores.append(open_store(host))
-            meeting = (host, self._stores[-1].port, addresses)
-        return self._group(Role(role), partial(make_learner_worker, role, meeting), self._stops)
+        """The ranks of a learning role, which meet at a store of the controller."""
+        return self._group(Role(role), partial(make_learner_worker, role, self._rendezvous(role, 0)), self._stops)
+
+    def _rendezvous(self, role: LearnerRole, generation: int) -> Rendezvous | None:
+        """A new store for a generation of a role; None for a rank alone."""
+        devices = self.layout.devices[role]
+        if len(devices) == 1:
+            return None
+        here, addresses = self.runtime.host_of(), tuple(self.runtime.host_of(d) for d in devices)
+        host = LOOPBACK if set(addresses) == {here} else here
+        self._stores[role] = open_store(host)
+        return Rendezvous(host, self._stores[role].port, addresses, generation)
+
+    @override
+    async def renew_learners(self) -> None:
+        groups: dict[LearnerRole, Any] = {"actor": self.actor, "critic": self.critic, "teacher": self.teacher}
+        if self.reference is not self.actor:
+            groups["reference"] = self.reference
+        for role, group in groups.items():
+            if isinstance(group, RayGroup) and not await group.living():
+                rendezvous = self._rendezvous(role, group.generation + 1)
+                await group.renew(self._factories(Role(role), partial(make_learner_worker, role, rendezvous)))
+                self._members = frozenset()  # engines connect with the actor's new first rank
 
     def _engine_pool_of(
         self, group: RayGroup[EngineWorker], prepare: Callable[[], Awaitable[None]] | None = None
@@ -202,7 +225,7 @@ class RayWorkers(Workers):
             await self._send()
 
     async def _renew(self) -> None:
-        """An engine has come back, whose process has not been on the bus."""
+        """Bring the weights to an engine that has come back; its new process is not connected yet."""
         self._members = frozenset()
         await self._send()
 
@@ -223,7 +246,7 @@ class RayWorkers(Workers):
         raise WeightSyncError(f"The weights did not reach the engines in {1 + self.rollout.size} attempts.")
 
     def _all_there(self, ranks: list[int], results: list[Any]) -> bool:
-        """Whether all engines answered. Those that are lost leave the bus, and their pool takes care of them."""
+        """Whether all engines answered. Lost engines are left out from now on, until their pool brings them back."""
         for rank, result in zip(ranks, results, strict=True):
             if isinstance(result, WorkerLost):
                 self._engine_pool.lost.add(rank)

@@ -318,6 +318,7 @@ class RayGroup(ReplaceableGroup[W]):
         self.runtime, self.factories, self.deadline, self.then = runtime, list(factories), deadline, then
         self.device_sets = list(device_sets) if device_sets is not None else [()] * self.size
         assert len(self.device_sets) == self.size, f"{role} has {self.size} factories, got {len(self.device_sets)} device sets"
+        self.generation = 0
         self._urgent = frozenset(urgent)
         self._actors = [self._start(rank) for rank in range(self.size)]
         runtime.groups.append(self)
@@ -406,6 +407,22 @@ class RayGroup(ReplaceableGroup[W]):
         self.device_sets[rank] = devices or self.device_sets[rank]
         self._actors[rank] = self._start(rank)
         await self._answer(rank, "start", None)
+
+    async def living(self) -> bool:
+        """Whether the process of every worker is there."""
+        try:
+            await asyncio.gather(*(self._answer(rank, "ping", lambda host: host.ping.remote()) for rank in range(self.size)))
+        except WorkerLost:
+            return False
+        return True
+
+    async def renew(self, factories: Sequence[Callable[[], Any]]) -> None:
+        """Make all workers anew as the next generation of the group; what the old ones held is lost."""
+        for rank in range(self.size):
+            self.kill(rank)
+        self.factories, self.generation = list(factories), self.generation + 1
+        self._actors = [self._start(rank) for rank in range(self.size)]
+        await self.ready()
 
     async def close(self) -> None:
         if self in self.runtime.groups:

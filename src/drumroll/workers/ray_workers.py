@@ -1,11 +1,11 @@
-"""What sits in a worker's process around the worker: its end of the weight bus, its threads, its memory."""
+"""The workers in processes of a cluster: learners that send weights, engines that receive them, processes for rewards."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from drumroll.placement.devices import Device, Kind
 from drumroll.processes.deadline import CpuTimeExceeded
 from drumroll.processes.memory import peak_gb
 from drumroll.processes.pool import KillablePool, RemoteError
+from drumroll.processes.rendezvous import Rendezvous
 from drumroll.registry import search
 from drumroll.rewards.model import Classifier
 from drumroll.sample import Version
@@ -38,9 +39,6 @@ from drumroll.workers.roles import LearnerRole
 from drumroll.workers.runtime import configure_torch, open_algorithm
 from drumroll.workers.server import WorkerLost
 
-Meet = tuple[str, int, Sequence[str]]
-"""Where ranks meet: host and port of their store, and the address of each rank."""
-
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
@@ -55,15 +53,15 @@ class Assignment:
         return "cuda" if self.device.kind is Kind.CUDA else "cpu"
 
 
-def make_learner_worker(role: LearnerRole, meeting: Meet | None, config: RunConfig, assigned: Assignment) -> LearnerWorker:
+def make_learner_worker(
+    role: LearnerRole, rendezvous: Rendezvous | None, config: RunConfig, assigned: Assignment
+) -> LearnerWorker:
     """Make a learner in this process. Ranks of roles that are trained meet."""
     config, ranks, mesh = _prepare(config, assigned), Ranks(assigned.mesh), assigned.mesh
-    if meeting is not None and role not in ("reference", "teacher"):
-        host, port, addresses = meeting
+    if rendezvous is not None and role not in ("reference", "teacher"):
         seconds = config.cluster.collective_timeout
         patience = max(seconds, config.cluster.start_timeout)  # processes of one group may start minutes apart
-        own, device = addresses[mesh.rank], assigned.torch_device
-        ranks = Ranks.meet(mesh, host, port, device=device, seconds=seconds, address=own, patience=patience)
+        ranks = Ranks.meet(mesh, rendezvous, device=assigned.torch_device, seconds=seconds, patience=patience)
     return roles.open_learner(config, role, ranks, LearnerWorker)
 
 

@@ -10,8 +10,9 @@ from drumroll.config.roles import ActorRole, CriticRole, JudgeRole, ReferenceRol
 from drumroll.engines import Engine, EngineSetup, find_backend
 from drumroll.engines.native import NativeEngine
 from drumroll.errors import ConfigError
-from drumroll.learners import Learner, backends
-from drumroll.learners.backend import BACKENDS, LearnerSpec
+from drumroll.learners import Learner
+from drumroll.learners.backend import LearnerSpec
+from drumroll.learners.backends import find_backend as find_learner_backend
 from drumroll.learners.heads import LogProbHead, ValueHead
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.models.adapters import add_adapters
@@ -23,7 +24,6 @@ from drumroll.workers.runtime import context_length
 L = TypeVar("L", bound=Learner)
 LearnerRole = Literal["actor", "reference", "teacher", "critic"]
 """Roles that compute gradients or log-probs."""
-assert backends.__all__, "imported so that the built-in backends register"
 
 
 def local_device(config: RunConfig, section: ActorRole | ReferenceRole | CriticRole | JudgeRole | RewardModelRole) -> str:
@@ -49,7 +49,7 @@ def open_learner(config: RunConfig, role: LearnerRole, ranks: Ranks = ALONE, kin
         recompute_activations=getattr(section, "recompute_activations", False),
         lora=config.roles.actor.lora if role == "actor" else None,
     )
-    return kind(BACKENDS.get(config.roles.actor.backend)(spec), optim, head, total_steps=config.steps)
+    return kind(find_learner_backend(config.roles.actor.backend)(spec), optim, head, total_steps=config.steps)
 
 
 def _check_tokens(config: RunConfig) -> None:

@@ -15,6 +15,7 @@ from drumroll.config import RunConfig
 from drumroll.engines import Engine
 from drumroll.engines.router import Router
 from drumroll.learners import Learner
+from drumroll.learners.backends import find_backend
 from drumroll.processes.threads import CORES
 from drumroll.registry import search
 from drumroll.rewards import Pool
@@ -54,6 +55,10 @@ class Workers(ABC):
         """Make the actor's weights those that the engines generate with, under a new version."""
 
     @abstractmethod
+    async def renew_learners(self) -> None:
+        """Make groups of learners anew that have lost a process; they then hold the weights that training starts from."""
+
+    @abstractmethod
     def interrupt(self) -> None:
         """End running updates before their next micro-batch; callable from any thread."""
 
@@ -84,8 +89,7 @@ class Workers(ABC):
 
 async def open_workers(config: RunConfig) -> Workers:
     """Start all roles on the config's runtime. From here on the user's modules can be imported."""
-    search(config.import_from)
-    config.check_engine()
+    check_backends(config)
     if config.cluster.runtime == "ray":
         from drumroll.workers.ray import open_ray
 
@@ -93,6 +97,13 @@ async def open_workers(config: RunConfig) -> Workers:
     from drumroll.workers.local import LocalWorkers
 
     return LocalWorkers(config)
+
+
+def check_backends(config: RunConfig) -> None:
+    """Refuse engines and learners that do not exist, or cannot do what the config asks of them."""
+    search(config.import_from)
+    config.check_engine()
+    find_backend(config.roles.actor.backend)
 
 
 def open_algorithm(config: RunConfig) -> Algorithm:

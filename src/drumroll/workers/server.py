@@ -104,7 +104,8 @@ class WorkerServer:
         self.worker, kind, log = made, type(made), ""
         with suppress(OSError):  # not on Linux
             log = os.readlink("/proc/self/fd/2")
-        return About(log, self.urgent.union(n for n in dir(kind) if inspect.iscoroutinefunction(getattr(kind, n, None))))
+        coroutines = (n for n in dir(kind) if inspect.iscoroutinefunction(getattr(kind, n, None)))
+        return About(log, self.urgent.union(coroutines, {"ping"}))
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method; a failure is a value."""
@@ -118,6 +119,9 @@ class WorkerServer:
         """Run a method; failure and result apart, so that the result can stay where it is."""
         result = await self.call(method, *args, **kwargs)
         return (result, None) if isinstance(result, Failure) else (None, result)
+
+    async def ping(self) -> None:
+        """Answer at once, whatever the worker does."""
 
     async def alive(self) -> None:
         """Never returns: whoever waits for it learns of this process's death."""

@@ -1,5 +1,14 @@
-"""Training backends, a file each. Importing this package registers the built-in ones."""
+"""Training backends, a file each: each registers a function that opens it from a `LearnerSpec`."""
 
-from drumroll.learners.backends import torch as torch
+from collections.abc import Callable
 
-__all__ = ["torch"]
+from drumroll.learners.backend import BACKENDS, Backend, LearnerSpec
+from drumroll.learners.backends import torch
+
+BUILT_IN = (torch,)
+"""Imported, so that they register."""
+
+
+def find_backend(name: str) -> Callable[[LearnerSpec], Backend]:
+    """The function that opens a built-in backend, or the user's `module:function`."""
+    return BACKENDS.get(name)
