@@ -231,9 +231,9 @@ def test_an_engines_traits_are_held(beside, small, tmp_path, backend, changes, s
 
 
 @pytest.mark.xdist_group("ray")
-def test_a_pipeline_and_an_engine_on_ray(imitation, tmp_path):
+def test_a_pipeline_and_an_engine_on_ray(imitation, tmp_path, ray_cluster):
     """Workers find both in the recipe's folder, which is not the current one."""
-    cluster = {"runtime": "ray", "devices": 1, "kind": "cpu", "threads": 1}
+    cluster = {"runtime": "ray", "address": ray_cluster.address, "devices": 1, "kind": "cpu", "threads": 1}
     (tmp_path / "engine_of_mine.py").write_text(ENGINE)
     _, path = imitation(cluster=cluster, roles={"rollout": {"backend": "engine_of_mine:LOGGING"}})
     assert Path.cwd() != tmp_path

@@ -353,7 +353,7 @@ class RayGroup(ReplaceableGroup[W]):
         return cast(T, ray.put(value))
 
     async def _answer(self, rank: int, method: str, submit: Callable[[Any], Any] | None) -> Any:
-        """Submit a call when it is its order, and wait for the answer; the deadline counts from now."""
+        """Submit a call in its order, and wait for the answer; the deadline counts from now."""
         actor, ref, answer = self._actors[rank], None, None
         who = f"{self.role} rank {rank}"
         try:
@@ -428,6 +428,8 @@ class RayGroup(ReplaceableGroup[W]):
         if self in self.runtime.groups:
             self.runtime.groups.remove(self)
             await asyncio.gather(*(self._end(actor) for actor in self._actors))
+            for actor in self._actors:  # a handle that outlives its cluster ends the actor of the same number on the next one
+                actor.host = actor.opened = None
 
     async def _end(self, actor: _Actor) -> None:
         if actor.about is not None:
