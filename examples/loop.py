@@ -44,12 +44,12 @@ async def generate(config: RLConfig, workers: Workers, sample: Sample) -> None:
     rollout, prompt = config.rollout, sample.prompt.tokens
     sampling = Sampling(rollout.temperature, rollout.max_tokens, tuple(rollout.stop))
     seed = sample_seed(config.seed, "train", sample.draw, sample.index)
-    place = sample.draw * rollout.samples + sample.index
+    order = sample.draw * rollout.samples + sample.index
 
     def send(request: Request) -> Awaitable[Completion]:  # to the least loaded engine, samples of a group to the same
-        return workers.router.generate(request, sample.draw, place, math.inf, lambda: None)
+        return workers.router.generate(request, sample.draw, order, math.inf, lambda: None)
 
-    completion = await Continuation(sample.id, prompt, sampling, seed, speller(workers), place).run(send)
+    completion = await Continuation(sample.id, prompt, sampling, seed, speller(workers), order).run(send)
     trace = Trace()
     trace.extend(list(prompt), Owner.PROMPT)
     trace.extend(completion.tokens, Owner.POLICY, completion.logprobs, completion.versions)

@@ -57,7 +57,7 @@ def record(lengths: list[int]) -> None:
     async def recorded(self: NativeEngine, request: Request) -> Completion:
         if self.model.eos:
             self.model = dataclasses.replace(self.model, eos=frozenset())
-        sampling = dataclasses.replace(request.sampling, max_tokens=lengths[request.place % len(lengths)])
+        sampling = dataclasses.replace(request.sampling, max_tokens=lengths[request.order % len(lengths)])
         done = await generate(self, dataclasses.replace(request, sampling=sampling))
         if done.stop is StopReason.LENGTH:
             done.stop = StopReason.EOS  # else the scheduler would ask for the rest of its own limit

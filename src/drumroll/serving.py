@@ -23,7 +23,7 @@ from drumroll.sample import Message, sample_seed
 from drumroll.serve.caller import Caller, Served
 from drumroll.serve.endpoint import Endpoint
 from drumroll.serve.traces import Call
-from drumroll.serve.writing import Line
+from drumroll.serve.writing import EngineClient
 from drumroll.workers.runtime import Workers, context_length, open_workers
 
 CONTEXT = 2048
@@ -82,8 +82,8 @@ class Callers:
 
     def _open(self, name: str) -> Caller:
         self._count += 1
-        line = Line(self.router.generate, self.served.spell, name, self._count, LONGEST_CALL)
-        return Caller(name, self.served, line, Sampling(max_tokens=self.served.context), _seed, fixed=False)
+        client = EngineClient(self.router.generate, self.served.spell, name, self._count, LONGEST_CALL)
+        return Caller(name, self.served, client, Sampling(max_tokens=self.served.context), _seed, fixed=False)
 
 
 def _seed(number: int, index: int, asked: int | None) -> int:

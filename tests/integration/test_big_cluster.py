@@ -50,7 +50,7 @@ def test_a_machine_without_the_learner_is_lost_and_the_run_completes(small, mach
     cluster, nodes = machines
 
     async def strike(workers):
-        learner = workers.runtime._node_of(workers._actors.places[0][0])
+        learner = workers.runtime._node_of(workers._actors.device_sets[0][0])
         victim = next(n for n in nodes if n.node_id != learner)
         await asyncio.get_running_loop().run_in_executor(None, cluster.remove_node, victim, False)
 

@@ -22,7 +22,7 @@ from drumroll.models import loading
 from drumroll.sample import Owner
 from drumroll.serve.caller import Caller, Served
 from drumroll.serve.endpoint import Endpoint
-from drumroll.serve.writing import Line
+from drumroll.serve.writing import EngineClient
 from drumroll.serving import Callers
 
 CHAT = TEMPLATE.replace("</>", "<eos>")
@@ -341,8 +341,8 @@ def test_a_run_samples_as_it_does_and_says_once_what_it_ignores():
         async with opened() as house, house.client() as client:
             served, notices = house.callers.served, []
             served.notify = notices.append
-            line = Line(house.router.generate, served.spell, "s")
-            own = Caller("s", served, line, Sampling(0.0, 5), lambda number, index, asked: number, fixed=True, turns=3)
+            client = EngineClient(house.router.generate, served.spell, "s")
+            own = Caller("s", served, client, Sampling(0.0, 5), lambda number, index, asked: number, fixed=True, turns=3)
             house.endpoint.find = lambda name: own
             for most in (50, 50, 2):
                 wanted = {"temperature": 2.0, "presence_penalty": 1.0, "top_p": 1.0, "seed": 3}

@@ -27,7 +27,7 @@ def requests(count, *, seed=0, temperature=1.0, max_tokens=12):
     rng = random.Random(seed)
     prompts = [tuple(rng.randint(3, 60) for _ in range(rng.randint(1, 9))) for _ in range(count // 3 + 1)]
     return [
-        Request(f"r{i}", rng.choice(prompts), Sampling(temperature, max_tokens), i * 31 + seed, place=i) for i in range(count)
+        Request(f"r{i}", rng.choice(prompts), Sampling(temperature, max_tokens), i * 31 + seed, order=i) for i in range(count)
     ]
 
 
@@ -214,7 +214,7 @@ def test_a_request_that_cannot_be_computed_fails_alone(fixed_shape, restricted):
     cold, endless = Sampling(1e-40), Sampling(max_tokens=1, top_k=10**30)
     one = good[0].tokens[0]
     hot = [((one, one), cold), ((one, poison), Sampling()), ((one, 10_000), Sampling()), ((one,), endless)]
-    bad = [Request(f"bad{i}", tokens, how, 0, place=4 + i) for i, (tokens, how) in enumerate(hot)]
+    bad = [Request(f"bad{i}", tokens, how, 0, order=4 + i) for i, (tokens, how) in enumerate(hot)]
 
     async def go():
         return await asyncio.gather(*(engine.generate(r) for r in [*good, *bad]), return_exceptions=True)
@@ -228,7 +228,7 @@ def test_a_request_that_cannot_be_computed_fails_alone(fixed_shape, restricted):
     assert "token 10000" in str(third)
     assert len(fourth.tokens) > 0  # more than there are is all of them
     for _ in range(3):  # also in the places that the others have left
-        moved = [dataclasses.replace(r, place=r.place + 4) for r in good]
+        moved = [dataclasses.replace(r, order=r.order + 4) for r in good]
         assert [c.tokens for c in run(engine, [*moved, *good])] == 2 * [c.tokens for c in alone]
     engine.close()
 

@@ -63,7 +63,7 @@ def test_greedy_and_logprobs_equal_transformers(family, fixed):
     rng = random.Random(0)
     prompts = [tuple(rng.randint(3, 96) for _ in range(rng.randint(1, 24))) for _ in range(6)]
     prompts.append(prompts[0] + prompts[1])
-    wanted = [Request(f"r{i}", prompts[i % 7], Sampling(0.0, NEW), i, place=i) for i in range(14)]
+    wanted = [Request(f"r{i}", prompts[i % 7], Sampling(0.0, NEW), i, order=i) for i in range(14)]
     engine = NativeEngine(model, slots=6, context=80, fixed_shape=fixed, page_tokens=8)
     ours = run(engine, wanted)
     engine.close()

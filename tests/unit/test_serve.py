@@ -15,7 +15,7 @@ from drumroll.sample import StopReason
 from drumroll.serve import tools
 from drumroll.serve.chat import following, marks, whole
 from drumroll.serve.protocol import Refused, read
-from drumroll.serve.writing import SLICE, Line
+from drumroll.serve.writing import SLICE, EngineClient
 
 HI = {"role": "user", "content": "hi"}
 TOOLS = "{% if tools %}[{% for t in tools %}{{ t.function.name }}{% endfor %}]{% endif %}"
@@ -176,7 +176,7 @@ def scripted(tokens, *, stop=StopReason.EOS, faults=()):
 def write(generate, most=100, stop=(), heard=None):
     decode = tiny.tokenizer().decode
     sampling = Sampling(max_tokens=most, stop=stop)
-    return asyncio.run(Line(generate, decode, "k").write("w", [1], sampling, 0, heard))
+    return asyncio.run(EngineClient(generate, decode, "k").write("w", [1], sampling, 0, heard))
 
 
 @given(st.lists(st.integers(3, 60), min_size=1, max_size=50), st.lists(st.integers(0, 20), max_size=4), st.booleans())

@@ -45,14 +45,14 @@ class Sampling:
 class Request:
     """A request for one completion. Requests with equal `tokens` may share the computation of the prompt.
 
-    `place` is its position in the draw order; in deterministic mode it fixes the row in which the request is computed.
+    `order` is its position in the draw order; in deterministic mode it fixes the row in which the request is computed.
     """
 
     id: str
     tokens: tuple[int, ...]
     sampling: Sampling
     seed: int
-    place: int = 0
+    order: int = 0
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ class Continuation:
     sampling: Sampling
     seed: int
     spell: Callable[[list[int]], str]
-    place: int = 0
+    order: int = 0
     written: Completion = field(default_factory=Completion)
 
     @property
@@ -73,7 +73,7 @@ class Continuation:
         left = self.sampling.max_tokens - len(self.written.tokens)
         sampling = replace(self.sampling, max_tokens=left if at_most is None else min(left, at_most))
         tokens = (*self.prompt, *self.written.tokens)
-        return Request(f"{self.name}#{tries}.{len(tokens)}", tokens, sampling, self.seed, self.place)
+        return Request(f"{self.name}#{tries}.{len(tokens)}", tokens, sampling, self.seed, self.order)
 
     def _add(self, part: Completion) -> Completion:
         """Append a request's tokens, up to the end of a stop string that began before them; return the tokens kept."""

@@ -387,7 +387,7 @@ class NativeEngine:
             return admitted
         open_slots = set(free)
         for row in self._waiting:
-            slot = row.request.place % self.slots
+            slot = row.request.order % self.slots
             if slot in open_slots:
                 open_slots.remove(slot)
                 admitted.append((slot, row))

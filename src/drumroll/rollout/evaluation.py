@@ -141,11 +141,11 @@ class Evaluator:
         """Let the policy write at the end of the last trace. If its engine is lost, another engine continues the turn."""
         trace, number = sample.traces[-1], len(sample.traces) - 1
         seed = sample_seed(self.seed, f"{stream}/{number}" if number else stream, sample.draw, sample.index)
-        place = sample.draw * count + sample.index
+        order = sample.draw * count + sample.index
         name = f"{stream}/{sample.id}#{number}"
 
         def send(request: Request) -> Awaitable[Completion]:
-            return self.router.generate(request, sample.prompt.id, place, math.inf, lambda: None)
+            return self.router.generate(request, sample.prompt.id, order, math.inf, lambda: None)
 
         def failed(error: Exception, tries: int) -> None:
             if not isinstance(error, EngineLost):
@@ -153,7 +153,7 @@ class Evaluator:
             if self.router.hopeless is not None:
                 raise NoEngines(f"the evaluation cannot go on: {self.router.hopeless}") from None
 
-        turn = Continuation(name, tuple(trace.tokens), sampling, seed, self.spell, place)
+        turn = Continuation(name, tuple(trace.tokens), sampling, seed, self.spell, order)
         done = await turn.run(send, failed=failed)
         trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)
         sample.stop = done.stop

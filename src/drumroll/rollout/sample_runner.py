@@ -93,13 +93,13 @@ class SampleRunner:
         trace, number = sample.traces[-1], len(sample.traces) - 1
         key = (sample.draw, sample.attempt)
         seed = sample_seed(self.seed, f"train/{number}" if number else "train", sample.draw, sample.index)
-        place = sample.draw * (self.config.most_samples + self.greedy) + sample.index + self.greedy
+        order = sample.draw * (self.config.most_samples + self.greedy) + sample.index + self.greedy
         how = replace(sampling, temperature=0.0) if sample.index == GREEDY else sampling
-        turn = Continuation(f"{sample.id}#{number}", tuple(trace.tokens), how, seed, self.spell, place)
+        turn = Continuation(f"{sample.id}#{number}", tuple(trace.tokens), how, seed, self.spell, order)
         limit = self.config.generation_timeout
 
         def send(request: Request) -> Awaitable[Completion]:
-            return self.router.generate(request, key, place, limit, lambda: self._move(sample, State.GENERATING))
+            return self.router.generate(request, key, order, limit, lambda: self._move(sample, State.GENERATING))
 
         def failed(error: Exception, tries: int) -> None:
             if tries > self.config.retries:

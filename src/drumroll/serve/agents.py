@@ -31,7 +31,7 @@ from drumroll.sample import ENVIRONMENT, GREEDY, Failure, Sample, StopReason, sa
 from drumroll.serve.caller import LIMITS, Caller, Served
 from drumroll.serve.endpoint import Endpoint
 from drumroll.serve.protocol import Refused
-from drumroll.serve.writing import Line
+from drumroll.serve.writing import EngineClient
 
 GIVEN = ("client", "base_url", "api_key", "model", "task", "seed")
 """The arguments that an agent may take besides the columns of its row."""
@@ -186,12 +186,12 @@ class AgentEpisode:
     def _caller(self, meter: Meter) -> Caller:
         """Make the caller of this sample. The time that its calls wait and take does not count against the agent."""
         agents, sample = self.agents, self.sample
-        place = sample.draw * (agents.rollout.most_samples + 1) + sample.index + 1
-        line = Line(
+        order = sample.draw * (agents.rollout.most_samples + 1) + sample.index + 1
+        client = EngineClient(
             meter.unbilled(agents.router.generate),
             agents.served.spell,
             (sample.draw, sample.attempt),
-            place,
+            order,
             agents.rollout.generation_timeout,
             agents.rollout.retries,
         )
@@ -200,7 +200,7 @@ class AgentEpisode:
             return sample_seed(agents.seed, f"agent/{self.stream}/{number}", sample.draw, sample.index)
 
         name, turns = f"{self.stream}/{sample.id}", agents.config.max_turns
-        return Caller(name, agents.served, line, self.sampling, seed, fixed=True, turns=turns)
+        return Caller(name, agents.served, client, self.sampling, seed, fixed=True, turns=turns)
 
     async def _call(self, base_url: str) -> Any:
         agents = self.agents

@@ -16,7 +16,7 @@ from drumroll.serve import tools
 from drumroll.serve.chat import following, marks, whole
 from drumroll.serve.protocol import Body, Refused
 from drumroll.serve.traces import Call, Calls
-from drumroll.serve.writing import Line
+from drumroll.serve.writing import EngineClient
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Caller:
         self,
         name: str,
         served: Served,
-        line: Line,
+        client: EngineClient,
         sampling: Sampling,
         seed: Callable[[int, int, int | None], int],
         *,
@@ -87,7 +87,7 @@ class Caller:
     ) -> None:
         self.name = name
         self.served = served
-        self.line = line
+        self.client = client
         self.sampling = sampling
         self.seed = seed
         self.fixed = fixed
@@ -131,7 +131,7 @@ class Caller:
             return None if received is None else lambda done: received(index, done)
 
         writing = [
-            self.line.write(
+            self.client.write(
                 f"{self.name}/{asked.first + i}",
                 asked.tokens,
                 asked.sampling,

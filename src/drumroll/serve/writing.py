@@ -16,13 +16,13 @@ Generate = Callable[[Request, Hashable, int, float, Callable[[], None]], Awaitab
 
 
 @dataclass(frozen=True)
-class Line:
+class EngineClient:
     """A caller's access to the engines: its priority among others, its time limit and its number of retries."""
 
     generate: Generate
     spell: Callable[[list[int]], str]
     key: Hashable
-    place: int = 0
+    order: int = 0
     seconds: float = 600.0
     retries: int = 2
 
@@ -33,10 +33,10 @@ class Line:
 
         With `received` it is generated in slices and passed on after each; the tokens are the same.
         """
-        text = Continuation(name, tokens, sampling, seed, self.spell, self.place)
+        text = Continuation(name, tokens, sampling, seed, self.spell, self.order)
 
         def send(request: Request) -> Awaitable[Completion]:
-            return self.generate(request, self.key, self.place, self.seconds, lambda: None)
+            return self.generate(request, self.key, self.order, self.seconds, lambda: None)
 
         def failed(error: Exception, tries: int) -> None:
             if tries > self.retries or not isinstance(error, EngineLost | TimeoutError):
