@@ -22,7 +22,7 @@ from drumroll.rollout.scheduler import Rollouts
 from drumroll.rollout.simulation import SimSource
 from drumroll.sample import Sample, StopReason
 from drumroll.workers.group import Role
-from drumroll.workers.ray_actors import RayGroup, RayRuntime
+from drumroll.workers.ray_group import RayGroup, RayRuntime
 
 CALLS = 1500
 WINDOW = 64

@@ -15,7 +15,7 @@ from figures import figure
 from drumroll.batch import Batch
 from drumroll.placement.devices import Kind, Pool
 from drumroll.workers.group import Role
-from drumroll.workers.ray_actors import RayGroup, RayRuntime
+from drumroll.workers.ray_group import RayGroup, RayRuntime
 
 TOKENS = 4_000_000
 REPEATS = 7

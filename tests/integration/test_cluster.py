@@ -20,7 +20,7 @@ from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 from drumroll.store.run import Run
 from drumroll.workers.batch_builder import BatchBuilder
 from drumroll.workers.ray import RayWorkers
-from drumroll.workers.ray_actors import RayGroup
+from drumroll.workers.ray_group import RayGroup
 from drumroll.workers.ray_workers import EngineWorker, LearnerWorker
 from drumroll.workers.runtime import open_workers
 from drumroll.workers.server import WorkerLost

@@ -20,7 +20,7 @@ from ray.util import list_named_actors, placement_group_table
 from drumroll.errors import DataError
 from drumroll.placement.devices import DeviceRequest, Kind, Pool, lay_out
 from drumroll.workers.group import LocalGroup, Role
-from drumroll.workers.ray_actors import ClusterError, RayGroup, RayRuntime, pool_of_cluster
+from drumroll.workers.ray_group import ClusterError, RayGroup, RayRuntime, pool_of_cluster
 from drumroll.workers.server import RemoteTraceback, WorkerError, WorkerLost, WorkerTimeout
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -443,7 +443,7 @@ def test_the_pool_can_be_read_from_the_cluster(runtime):
     ],
 )
 def test_the_pool_of_machines_with_uneven_cores(monkeypatch, cores, count, threads, expected):
-    monkeypatch.setattr("drumroll.workers.ray_actors._nodes", lambda: [{"Resources": {"CPU": float(n)}} for n in cores])
+    monkeypatch.setattr("drumroll.workers.ray_group._nodes", lambda: [{"Resources": {"CPU": float(n)}} for n in cores])
     if expected is None:
         with pytest.raises(ClusterError, match=r"cluster.devices asks for 4 slots of 2 CPU threads, but the cluster has 3\."):
             pool_of_cluster("auto", count, threads)
@@ -456,7 +456,7 @@ def test_a_run_without_a_cluster_starts_one_that_only_this_machine_reaches_and_e
     import asyncio, os
     from drumroll.placement.devices import Kind, Pool
     from drumroll.workers.group import Role
-    from drumroll.workers.ray_actors import RayGroup, RayRuntime, ray
+    from drumroll.workers.ray_group import RayGroup, RayRuntime, ray
 
     async def main():
         runtime = RayRuntime(Pool.of([{Kind.CPU: 2}], threads=2))

@@ -19,7 +19,7 @@ from drumroll.rewards import Scorer
 from drumroll.rewards.judge_client import Judge, JudgeFailed, Passing, Reply, by_engine, open_judge
 from drumroll.rewards.templates import TEMPLATES, fill, spelled, template
 from drumroll.rewards.verdicts import verdict, winner
-from drumroll.runfiles.answers import Answers
+from drumroll.runfiles.judge_answers import Answers
 from drumroll.sample import Prompt, Sample
 
 # --- verdicts ---

@@ -25,8 +25,8 @@ from drumroll.learners.heads import Settings
 from drumroll.learners.ranks import Ranks
 from drumroll.learners.statistics import Statistics, merge
 from drumroll.mesh import Mesh
-from drumroll.models.adapters import add_adapters
 from drumroll.models.loading import load
+from drumroll.models.lora import add_adapters
 from drumroll.models.value import value_model
 from drumroll.processes.rendezvous import Rendezvous
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace

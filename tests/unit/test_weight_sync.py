@@ -24,8 +24,8 @@ from torch import Tensor
 from drumroll.errors import ConfigError
 from drumroll.weights import Corrupted, Entry, Packing, Receiver, Sender, WeightSyncError, WrongVersion, settle, unpack
 from drumroll.weights.broadcast import IN_FLIGHT, BroadcastReceiver, BroadcastSender, Meeting, _Header
-from drumroll.weights.choice import End, Transport, choose
 from drumroll.weights.shared_memory import SharedReceiver, SharedSender
+from drumroll.weights.transport import End, Transport, choose
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64),

@@ -24,7 +24,7 @@ from drumroll.engines.continuation import Continuation
 from drumroll.engines.router import Router
 from drumroll.errors import ConfigError, MissingExtra
 from drumroll.rewards.templates import fitting
-from drumroll.runfiles.answers import Answers
+from drumroll.runfiles.judge_answers import Answers
 
 LONGEST_PAUSE = 60.0
 PASSING = (408, 409, 425, 429)

@@ -19,8 +19,8 @@ from drumroll.engines import Completion, Engine, EngineLost, Request
 from drumroll.engines.router import Router
 from drumroll.learners import Learner
 from drumroll.models import attention
-from drumroll.models.adapters import peft_config
 from drumroll.models.loading import LoadedModel, load_tokenizer
+from drumroll.models.lora import peft_config
 from drumroll.placement.layout import adapters_off
 from drumroll.processes.memory import peak_gb
 from drumroll.processes.pool import KillablePool

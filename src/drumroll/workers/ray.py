@@ -32,10 +32,10 @@ from drumroll.rewards.judge_client import open_judge
 from drumroll.rewards.model import RewardModel
 from drumroll.sample import Version
 from drumroll.weights import Packing, WeightSyncError
-from drumroll.weights.choice import End, choose
+from drumroll.weights.transport import End, choose
 from drumroll.workers.engine_pool import EnginePool
 from drumroll.workers.group import GRACE, Role
-from drumroll.workers.ray_actors import RayGroup, RayRuntime, pool_of_cluster
+from drumroll.workers.ray_group import RayGroup, RayRuntime, pool_of_cluster
 from drumroll.workers.ray_workers import (
     Assignment,
     EngineWorker,

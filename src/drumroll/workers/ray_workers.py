@@ -18,7 +18,7 @@ from drumroll.engines import Completion, Engine, Request
 from drumroll.learners import Learner
 from drumroll.learners.ranks import Ranks
 from drumroll.mesh import Mesh
-from drumroll.models.adapters import peft_config
+from drumroll.models.lora import peft_config
 from drumroll.placement.devices import Device, Kind
 from drumroll.processes.deadline import CpuTimeExceeded
 from drumroll.processes.memory import peak_gb
@@ -29,12 +29,12 @@ from drumroll.rewards.model import Classifier
 from drumroll.sample import Version
 from drumroll.weights import Packing, Receiver, Sender, WeightManifest, settle
 from drumroll.weights.broadcast import BroadcastReceiver, BroadcastSender, Meeting
-from drumroll.weights.choice import Transport
 from drumroll.weights.shared_memory import SharedReceiver, SharedSender
+from drumroll.weights.transport import Transport
 from drumroll.workers import roles
 from drumroll.workers.batch_builder import BatchBuilder
 from drumroll.workers.group import Role
-from drumroll.workers.ray_actors import RayGroup
+from drumroll.workers.ray_group import RayGroup
 from drumroll.workers.roles import LearnerRole
 from drumroll.workers.runtime import configure_torch, open_algorithm
 from drumroll.workers.server import WorkerLost

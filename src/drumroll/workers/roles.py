@@ -15,8 +15,8 @@ from drumroll.learners.backend import LearnerSpec
 from drumroll.learners.backends import find_backend as find_learner_backend
 from drumroll.learners.heads import LogProbHead, ValueHead
 from drumroll.learners.ranks import ALONE, Ranks
-from drumroll.models.adapters import add_adapters
 from drumroll.models.loading import LoadedModel, load, load_tokenizer
+from drumroll.models.lora import add_adapters
 from drumroll.rewards.model import Classifier
 from drumroll.workers.group import Role
 from drumroll.workers.runtime import context_length

@@ -25,9 +25,9 @@ from drumroll.learners.heads import LogProbHead, Settings, ValueHead
 from drumroll.learners.learner import Learner
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.statistics import Statistics
-from drumroll.models.adapters import add_adapters, save_model, without_adapters
 from drumroll.models.head import LogProbModel
 from drumroll.models.loading import LoadedModel, load
+from drumroll.models.lora import add_adapters, save_model, without_adapters
 from drumroll.models.prefix_tree import PrefixTree
 from drumroll.models.value import ValueModel, value_model
 
