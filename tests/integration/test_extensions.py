@@ -11,6 +11,7 @@ from drumroll.config.engines import ENGINES
 from drumroll.config.pipelines import CONFIGS
 from drumroll.engines import find_backend
 from drumroll.errors import ConfigError, DataError
+from drumroll.learners.backend import BACKENDS
 from drumroll.pipelines import find_pipeline
 
 IMITATION = '''
@@ -315,3 +316,20 @@ def test_a_learner_backend(beside, small, untimed):
         ConfigError, match=r"roles.actor.backend: 'torhc' is not known; choose one of torch.*Did you mean 'torch'"
     ):
         package.train(small(name="wrong", roles={"actor": {"backend": "torhc"}}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "roles.actor.backend: elsewhere keeps its weights where engines of this process cannot use them"),
+        (
+            {"lora": {"rank": 2}},
+            "roles.actor.lora needs a backend that trains adapters, which roles.actor.backend: elsewhere does not",
+        ),
+    ],
+)
+def test_a_learner_backends_traits_are_held(small, monkeypatch, changes, sentence):
+    monkeypatch.setattr(BACKENDS, "parts", dict(BACKENDS.parts))
+    BACKENDS.register("elsewhere", shares_weights="lora" in changes, adapters=False)(lambda spec: 1 / 0)
+    with pytest.raises(ConfigError, match=sentence):
+        package.train(small(roles={"actor": {"backend": "elsewhere", **changes}}))

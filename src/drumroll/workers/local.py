@@ -46,7 +46,7 @@ class LocalWorkers(Workers):
         configure_torch(config)
         rollout, learner = config.rollout_section(), open_learner(config, "actor")
         model = learner.backend.model
-        assert model is not None, "roles.actor.backend cannot share its weights with engines of its process"
+        assert model is not None, "`check_backends` lets only backends in that share their weights"
         self._trained: list[Learner] = [learner]
         self.tokenizer = model.tokenizer
         self.actor = LocalGroup(Role.ACTOR, [learner])

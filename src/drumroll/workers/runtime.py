@@ -14,7 +14,9 @@ from drumroll.algorithms import Algorithm
 from drumroll.config import RunConfig
 from drumroll.engines import Engine
 from drumroll.engines.router import Router
+from drumroll.errors import ConfigError
 from drumroll.learners import Learner
+from drumroll.learners.backend import BACKENDS
 from drumroll.learners.backends import find_backend
 from drumroll.processes.threads import CORES
 from drumroll.registry import search
@@ -103,7 +105,15 @@ def check_backends(config: RunConfig) -> None:
     """Refuse engines and learners that do not exist, or cannot do what the config asks of them."""
     search(config.import_from)
     config.check_engine()
-    find_backend(config.roles.actor.backend)
+    name = config.roles.actor.backend
+    find_backend(name)
+    traits = BACKENDS.traits(name)
+    if config.cluster.runtime == "local" and not traits.get("shares_weights", True):
+        raise ConfigError(
+            f"roles.actor.backend: {name} keeps its weights where engines of this process cannot use them; use cluster.runtime: ray."
+        )
+    if config.roles.actor.lora is not None and not traits.get("adapters", True):
+        raise ConfigError(f"roles.actor.lora needs a backend that trains adapters, which roles.actor.backend: {name} does not.")
 
 
 def open_algorithm(config: RunConfig) -> Algorithm:

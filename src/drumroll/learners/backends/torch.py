@@ -35,7 +35,7 @@ MASTER = "master.safetensors"
 MOMENTS = "optimizer.safetensors"
 
 
-@BACKENDS.register("torch", shares_weights=True)
+@BACKENDS.register("torch", shares_weights=True, adapters=True)
 def open_backend(spec: LearnerSpec) -> TorchBackend:
     """Load the model of a role, with its adapters or value head."""
     model = load(
