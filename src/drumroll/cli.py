@@ -72,9 +72,13 @@ def train(
         raise DrumrollError("nothing to train: name a recipe, for example recipes/quickstart/recipe.yaml, or --resume RUN.")
     from drumroll.config import load
 
-    if resume is not None and not (Path(resume) / "config.yaml").exists():
-        raise DrumrollError(f"cannot resume {resume}: it is not a run directory (it has no config.yaml).")
-    loaded = load(recipe if recipe is not None else Path(str(resume)) / "config.yaml", overrides)
+    if resume is not None:
+        from drumroll.runfiles.reader import RunReader
+
+        recipe_path = RunReader.open(resume).path / "config.yaml"
+    else:
+        recipe_path = Path(str(recipe))
+    loaded = load(recipe_path, overrides)
     if no_files and not dry_run:
         raise DrumrollError("--no-files is for --dry-run: training needs its files.")
     if dry_run:
@@ -296,12 +300,11 @@ def rollout(target: str, overrides: tuple[str, ...], human: bool, seed: int, bat
         return
     from drumroll.api import rollout as collect
     from drumroll.observe.failures import by_cause
-    from drumroll.runfiles.rollouts import read_failures
 
     run, metrics = collect(target, overrides, batches=batches, overwrite=overwrite)
     for name, value in metrics.items():
         click.echo(f"{name:<40} {value:.4f}")
-    for failure in by_cause(found for file in sorted((run.path / "rollouts").glob("*")) for found in read_failures(file)):
+    for failure in by_cause(run.failures()):
         click.echo(f"{failure.count} samples, the first is {failure.first}: {failure.told()}")
     click.echo(f"rollouts {run.path / 'rollouts'}\nlook     drumroll run samples {run.path}")
 

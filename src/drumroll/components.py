@@ -20,7 +20,7 @@ from drumroll.rollout.sample_runner import Decode
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.workers.runtime import Workers, context_length, open_workers
 
-__all__ = ["open_evaluator", "open_rollouts", "open_scorer", "open_workers"]
+__all__ = ["decoder", "open_evaluator", "open_rollouts", "open_scorer", "open_workers", "speller"]
 
 
 def decoder(workers: Workers) -> Decode:

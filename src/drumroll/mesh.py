@@ -17,7 +17,7 @@ class Mesh:
     """The number of ranks along each axis, and this rank's number.
 
     Ranks at different `data` and `shard` coordinates train on different rows; the others share the rows of their
-    coordinates. `expert` is no axis: it regroups data × shard.
+    coordinates. `expert` is no axis: it regroups data × shard × tensor, or a part of it, as the backend says.
     """
 
     data: int = 1
@@ -31,7 +31,8 @@ class Mesh:
     def __post_init__(self) -> None:
         assert all(getattr(self, axis) >= 1 for axis in (*AXES, "expert")), f"sizes are at least 1: {self}"
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
-        assert self.shares % self.expert == 0, f"expert {self.expert} does not divide data × shard = {self.shares}"
+        regrouped = self.shares * self.tensor
+        assert regrouped % self.expert == 0, f"expert {self.expert} does not divide data × shard × tensor = {regrouped}"
 
     @property
     def size(self) -> int:

@@ -273,7 +273,7 @@ class Session:
     async def recover(self, step: int) -> None:
         """Return to a complete checkpoint, with learners made anew where some were lost; later steps are done again.
 
-        Nothing is deleted before the checkpoint is loaded.
+        Call it while nothing is in flight. Nothing is deleted before the checkpoint is loaded.
         """
         await self.workers.renew_learners()
         state, ledger = self.run.checkpoints.state(step), self.open_ledger()
@@ -288,7 +288,7 @@ class Session:
         for name, resumable in self._resumable.items():
             resumable.restore(state["loop"][name])
         self.step, self.before, self.after = step, state["before"], state["after"]
-        self._earlier_seconds = state["seconds"]
+        self._earlier_seconds, self._began = state["seconds"], self._clock()
         self._committed = self._state()
 
     def _rebuild(self, ledger: Ledger, step: int) -> None:

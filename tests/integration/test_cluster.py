@@ -13,8 +13,10 @@ from test_reward_model import classifier
 
 import drumroll
 from drumroll import stages
+from drumroll.batch import pack
 from drumroll.config import check
-from drumroll.errors import ConfigError
+from drumroll.engines import Request, Sampling
+from drumroll.errors import ConfigError, PeerFailed
 from drumroll.learners import Learner
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 from drumroll.store.run import Run
@@ -246,31 +248,44 @@ def test_a_killed_judge_is_replaced_and_asked_again(small, killer, kill):
 
 def test_a_group_of_learners_that_lost_a_rank_is_made_anew(small, tmp_path, kill):
     """The next generation meets at a new store, holds the saved state, trains, and publishes to the engine that was there."""
-    config = check(small(cluster=ONE | {"devices": 2}, roles={"actor": {"devices": "0-1"}, "rollout": {"devices": "0-0"}}))
+    cluster = ONE | {"devices": 2, "collective_timeout": 3.0}
+    config = check(small(cluster=cluster, roles={"actor": {"devices": "0-1"}, "rollout": {"devices": "0-0"}}))
 
     async def story():
         workers = await open_workers(config)
         try:
             memory = await workers.batch_builder.call(0, BatchBuilder.start)
             batch, _ = await stages.advantages(workers, await stages.pack(workers, [group_of_two()]), memory)
+            fresh = await workers.actor.scatter(Learner.infer, batch, 1.0)
+            await stages.update(workers, batch, 1.0)
             await workers.actor.broadcast(Learner.save, tmp_path)
             before = await workers.actor.scatter(Learner.infer, batch, 1.0)
-            await stages.update(workers, batch, 1.0)
             await workers.renew_learners()
             assert workers.actor.generation == 0  # nobody was lost
             await kill(workers.actor, 1)
             await workers.renew_learners()
-            assert workers.actor.generation == 1
+            await break_up(workers.actor)  # as after a failed collective: all processes live
+            await workers.renew_learners()
+            assert workers.actor.generation == 2
             await workers.actor.broadcast(Learner.load, tmp_path)
             again = await workers.actor.scatter(Learner.infer, batch, 1.0)
-            joined = [await workers.batch_builder.call(0, BatchBuilder.join, batch, "old", *p) for p in (before, again)]
-            assert torch.equal(joined[0].old, joined[1].old)
+            found = [await workers.batch_builder.call(0, BatchBuilder.join, batch, "old", *p) for p in (fresh, before, again)]
+            assert torch.equal(found[1].old, found[2].old)
+            assert not torch.equal(found[0].old, found[1].old)
             assert (await stages.update(workers, batch, 1.0))["train/tokens"] == 6.0
-            await workers.publish(1)
+            await workers.publish(2)
+            request = Request("r", (1, 5), Sampling(0.0, 4), 0)
+            assert set((await workers.router.generate(request, 0, 0, 60.0, lambda: None)).versions) == {2}
         finally:
             await workers.close()
 
     asyncio.run(story())
+
+
+async def break_up(group):
+    """A collective that one rank does not come to."""
+    with pytest.raises(PeerFailed):
+        await group.call(0, LearnerWorker.infer, pack([group_of_two()]), 1.0)
 
 
 def group_of_two():

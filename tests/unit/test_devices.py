@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drumroll.config import load
 from drumroll.errors import ConfigError
-from drumroll.placement.devices import Device, DeviceRequest, Kind, Pool, ProcessRequest, Sharing, lay_out, parse, ranges
+from drumroll.placement.devices import Device, DeviceRequest, Kind, Pool, Sharing, lay_out, parse, ranges
 from drumroll.placement.layout import pool_of
 
 
@@ -20,9 +20,9 @@ def numbers(layout, role):
     return [d.index for d in layout.devices[role]]
 
 
-def refusal(pool, *requests, processes=()):
+def refusal(pool, *requests):
     with pytest.raises(ConfigError) as error:
-        lay_out(pool, requests, processes)
+        lay_out(pool, requests)
     return str(error.value)
 
 
@@ -53,24 +53,21 @@ def test_the_papers_layout():
     layout = lay_out(
         gpus(16, nodes=2),
         [
-            DeviceRequest("actor", "0-15", {"data": 2, "tensor": 4, "pipeline": 2}),
+            DeviceRequest("actor", "0-15", {"data": 2, "tensor": 4, "pipeline": 2}, spreads=True),
             DeviceRequest("rollout", "0-11", {"tensor": 2}),
             DeviceRequest("judge", "12-15"),
         ],
-        [ProcessRequest("reward", 3, least=1, most=8)],
     )
     assert [len(layout.devices[r]) for r in ("actor", "rollout", "judge")] == [16, 12, 4]
     assert layout.sharing("actor", "rollout") is Sharing.PART
     assert layout.sharing("rollout", "judge") is Sharing.NONE
     assert layout.sharing("actor", "judge") is Sharing.PART
     assert [[d.index for d in r] for r in layout.replicas("rollout")] == [[i, i + 1] for i in range(0, 12, 2)]
-    assert layout.processes == {"reward": (0, 1, 0)}
     assert layout.describe() == (
-        "role     devices              ranks       shares with\n"
-        "actor    cuda 0-15            16          rollout (part), judge (part)\n"
-        "rollout  cuda 0-11            12 = 6 × 2  actor (part)\n"
-        "judge    cuda 12-15           4           actor (part)\n"
-        "reward   processes, node 0-1  3           -"
+        "role     devices     ranks       shares with\n"
+        "actor    cuda 0-15   16 = 2 × 8  rollout (part), judge (part)\n"
+        "rollout  cuda 0-11   12 = 6 × 2  actor (part)\n"
+        "judge    cuda 12-15  4           actor (part)"
     )
 
 
@@ -163,10 +160,19 @@ def test_a_circle_of_sharing_is_refused():
     assert "actor → rollout → judge → actor share in a circle" in refusal(gpus(2), *requests)
 
 
-@pytest.mark.parametrize(("workers", "least", "most"), [(0, 0, 4), (0, 1, None), (2, 3, 8), (9, 1, 8)])
-def test_worker_counts_have_bounds(workers, least, most):
-    said = refusal(gpus(1), DeviceRequest("actor"), processes=[ProcessRequest("reward", workers, least, most)])
-    assert f"roles.reward.workers: {workers} must lie between {max(least, 1)} and " in said
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"data": 2, "shard": 4}, "data 2 × 4 devices of a replica = 8, but the role has 16 devices; data 4 would fit"),
+        ({"shard": 2, "expert": 3}, "roles.actor.parallel: expert 3 does not divide data × shard × tensor = 16."),
+        ({"shard": 5, "expert": 2}, "roles.actor.parallel: shard 5 × expert 2 does not divide 16 devices."),
+    ],
+)
+def test_a_learners_mesh_must_fill_its_devices(parallel, says):
+    assert says in refusal(gpus(16), DeviceRequest("actor", "0-15", parallel, spreads=True))
+    assert (
+        lay_out(gpus(16), [DeviceRequest("actor", "0-15", {"shard": 2, "expert": 4}, spreads=True)]).meshes["actor"].data == 8
+    )
 
 
 # --- for all pools and requests ---
@@ -185,7 +191,8 @@ requests = st.lists(
         DeviceRequest,
         names,
         st.none() | st.integers(0, 4) | names | texts,
-        st.dictionaries(st.sampled_from(["data", "tensor", "pipeline"]), st.integers(1, 3), max_size=2),
+        st.dictionaries(st.sampled_from(["data", "tensor", "pipeline", "expert"]), st.integers(1, 3), max_size=2),
+        st.booleans(),
     ),
     min_size=1,
     max_size=5,

@@ -20,6 +20,7 @@ from drumroll.config.optim import OptimConfig
 from drumroll.config.roles import LoraConfig
 from drumroll.errors import Interrupted, ModelError
 from drumroll.learners import Update
+from drumroll.learners.backend import Count
 from drumroll.learners.backends.torch import torch_learner
 from drumroll.learners.heads import Settings
 from drumroll.learners.ranks import Ranks
@@ -323,6 +324,30 @@ def test_two_ranks_have_the_gradient_of_one(dtype, bound):
     merged, alone = merge([p["statistics"] for p in parts]), merge([whole["statistics"]])
     assert merged["train/tokens"] == alone["train/tokens"]
     assert merged == pytest.approx(alone, rel=1e-4, abs=1e-6)
+
+
+def padded(rank, count, port):
+    """One trace for two ranks, under a backend that wants three micro-batches or more, and an even number."""
+    torch.set_num_threads(1)
+    ranks = Ranks.meet(
+        Mesh(data=count, rank=rank), Rendezvous("127.0.0.1", port, ("127.0.0.1",) * count), device="cpu", seconds=60
+    )
+    learner = torch_learner(load("tiny-random", seed=1), OptimConfig(lr=1e-2, grad_clip=0), total_steps=1, ranks=ranks)
+    learner.backend.count = Count(least=3, multiple=2)
+    counts, train = [], learner.backend.train
+    learner.backend.train = lambda micro, *rest: counts.append(len(micro)) or train(micro, *rest)
+    made = batch()
+    made = made.select([0])
+    logprobs, grad = learner.infer(made), gradient_of(learner, Update(made, SFTLoss(), Shares("token_mean")))
+    return {"counts": counts, "logprobs": logprobs, "grad": grad}
+
+
+def test_a_rank_without_rows_takes_part_in_every_micro_batch():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parts, alone = run_ranks(padded, 2, 2, store.port), padded(0, 1, 0)
+    assert [part["counts"] for part in parts] == [[4], [4]] == [alone["counts"]] * 2
+    assert all(relative(part["grad"], alone["grad"]) < 1e-5 for part in parts)
+    assert sorted(len(part["logprobs"]) for part in parts) == [0, len(alone["logprobs"])]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 6))

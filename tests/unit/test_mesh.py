@@ -33,5 +33,5 @@ def test_ranks_share_rows_exactly_where_data_and_shard_agree(axes):
 
 def test_experts_regroup_ranks_with_different_rows():
     assert Mesh(data=2, shard=2, expert=4).size == 4
-    with pytest.raises(AssertionError, match="expert 3 does not divide data × shard = 4"):
+    with pytest.raises(AssertionError, match="expert 3 does not divide data × shard × tensor = 4"):
         Mesh(data=2, shard=2, expert=3)

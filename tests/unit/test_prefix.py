@@ -13,7 +13,7 @@ from drumroll.config.optim import OptimConfig
 from drumroll.learners.backends.torch import torch_learner
 from drumroll.learners.heads import Settings
 from drumroll.models import attention
-from drumroll.models.head import Head
+from drumroll.models.head import LanguageModelHead
 from drumroll.models.loading import LoadedModel
 from drumroll.models.value import value_model
 from drumroll.sample import Group, Owner, Prompt, Sample
@@ -164,7 +164,7 @@ def test_a_head_in_chunks_is_the_whole_head(family, entropy_gradient):
         hidden = torch.randn(100, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
         output = type(module.base_model(torch.ones(1, 1, dtype=torch.int64), layout=attention.Packed(torch.ones(1).long())))
         with Largest() as largest:
-            head = Head(module, output)
+            head = LanguageModelHead(module, output)
             logprobs, entropy = head(hidden, torch.arange(100) % 64, 0.7, entropy_gradient=entropy_gradient, rows=rows)
             (logprobs.sum() + (entropy.sum() if entropy_gradient else 0)).backward()
         assert largest.rows == (100 if rows > 100 else 17)

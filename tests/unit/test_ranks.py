@@ -59,6 +59,7 @@ def rank(number, port, where, seconds, answers):
                 planted = {
                     "minibatches": (learner, "_minibatches"),
                     "aggregate": (learner, "_share"),
+                    "infer": (learner, "_share"),
                     "loss": (learner, "_loss"),
                     "backward": (torch.Tensor, "backward"),
                     "clip": (torch.nn.utils, "clip_grad_norm_"),
@@ -67,7 +68,7 @@ def rank(number, port, where, seconds, answers):
                 }[where]
                 patch.setattr(*planted, fail_in_sum if where == "sum" else fail)
             try:
-                learner.update(work)
+                learner.infer(work.batch) if where == "infer" else learner.update(work)
                 ends.append("trained")
             except Exception as error:
                 ends.append(type(error).__name__)
@@ -92,7 +93,7 @@ def two_ranks(where, seconds=PATIENCE):
             process.join()
 
 
-@pytest.mark.parametrize("where", ["minibatches", "aggregate", "loss", "backward", "clip"])
+@pytest.mark.parametrize("where", ["minibatches", "aggregate", "loss", "backward", "clip", "infer"])
 def test_what_fails_before_the_step_is_voted_on(where):
     """No rank steps, and the group stays usable."""
     ends = two_ranks(where)

@@ -15,6 +15,7 @@ from drumroll.errors import ConfigError, StoreError
 from drumroll.lifecycle import DrawEvent
 from drumroll.runfiles import reader as reading
 from drumroll.runfiles.format import FORMAT
+from drumroll.runfiles.ledger_queries import LedgerReader
 from drumroll.runfiles.reader import RunReader
 from drumroll.runfiles.rollouts import ROW_GROUP
 from drumroll.sample import Fate, Group, Owner, Prompt, Sample, StopReason, Trace
@@ -42,6 +43,15 @@ def test_a_new_run_names_its_format_and_the_library(run):
     from drumroll import __version__
 
     assert json.loads((run.path / "format.json").read_text()) == {"format": 1, "drumroll": __version__}
+
+
+def test_an_old_run_is_refused_by_resume_in_one_sentence(tmp_path, drumroll):
+    """Before its config is read, which has keys that are gone."""
+    (tmp_path / "config.yaml").write_text("algorithm: {recipe: grpo}\ncluster: {bus: auto}\n")
+    code, _, err = drumroll("train", "--resume", str(tmp_path))
+    assert code == 2
+    assert "has no format version (format.json is missing)" in err
+    assert "unknown key" not in err
 
 
 @pytest.mark.parametrize("opened", [RunReader.open, Run.open])
@@ -275,3 +285,20 @@ def test_a_run_on_a_read_only_disk_is_read(run, tmp_path):
         assert RunReader.open(bound).open_ledger().draws() == 1
     finally:
         subprocess.run(["umount", "-l", str(bound)], check=True)
+
+
+def test_a_ledger_reader_that_stays_open_sees_a_run_that_is_resumed(tmp_path):
+    """A reader of a finished run reads what a later process writes, and never torn pages."""
+    path = tmp_path / "ledger.sqlite"
+    first = Ledger(path)
+    first.commit(1)
+    first.close()
+    reader = LedgerReader(path)
+    assert reader.committed() == {1}
+    second = Ledger(path)
+    for step in range(2, 400):
+        second.commit(step)
+    assert reader.committed() == set(range(1, 400))
+    second.close()
+    assert reader.committed() == set(range(1, 400))
+    reader.close()

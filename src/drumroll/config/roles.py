@@ -16,8 +16,17 @@ BUILT_IN_MODELS = ("tiny", "tiny-random")
 """Models that ship with the package (`models/tiny.py`)."""
 
 
+LEARNER_BACKENDS = ("torch",)
+"""The built-in backends of learners (`learners/backends/`)."""
 LOCAL_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 """What `devices` may name on the local runtime, where all roles are in one process."""
+
+
+def known_learner(backend: str) -> str:
+    """Refuse a name that is neither a built-in learner backend nor an import path."""
+    if backend not in LEARNER_BACKENDS and ":" not in backend:
+        raise ValueError(f"input should be {' or '.join(map(repr, LEARNER_BACKENDS))}, or your own backend as module:function")
+    return backend
 
 
 def _devices(devices: int | str | None) -> int | str | None:
@@ -46,7 +55,7 @@ class ActorRole(Section):
 
     model: str | None = None
     """Model of this role: a built-in (tiny, tiny-random), a Hugging Face directory or hub id. Default: the top-level `model`."""
-    backend: str = "torch"
+    backend: Annotated[str, AfterValidator(known_learner)] = "torch"
     """What trains it, and computes what the reference, teacher and critic compute. `torch`: plain PyTorch, data-parallel over its devices; or your own as `module:function`."""
     devices: Devices = None
     """On ray, devices of the pool: a range (`0-11`, `"0-7,12-15"`, device 3 alone is `3-3`) or a count (`4`); `auto` takes all. On local: `cpu`, `cuda` or `cuda:N`; `auto` takes CUDA where there is one."""

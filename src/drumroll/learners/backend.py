@@ -89,7 +89,10 @@ class Backend(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The trained weights, whole, one at a time, under their Hugging Face names. Valid until the next one."""
+        """The trained weights, whole, one at a time, under their Hugging Face names.
+
+        Each tensor stays as it is until the weights train again.
+        """
         ...
 
     def save(self, folder: Path) -> None:

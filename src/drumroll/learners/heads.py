@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drumroll.algorithms.losses import Loss, Tokens, ValueLoss, ValueTokens
 from drumroll.batch import Batch
+from drumroll.models.head import LogProbModel
+from drumroll.models.loading import LoadedModel
+from drumroll.models.value import value_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +30,19 @@ class Head(Protocol):
     """Numbers per trained token, and the loss on them."""
 
     @property
-    def name(self) -> str:
-        """What a backend builds: `logprob` or `value`."""
-        ...
-
-    @property
     def area(self) -> str:
         """The first part of its metrics' names."""
+        ...
+
+    def attach(self, model: LoadedModel) -> LoadedModel:
+        """Give a language model the parameters of this head, if it has some of its own."""
+        ...
+
+    def scorer(self, model: LoadedModel) -> nn.Module:
+        """Body and head as one module, which a backend calls once per micro-batch.
+
+        It maps a token tree to numbers for chosen tokens: (tokens, layout, before, chosen, temperature, entropy_gradient).
+        """
         ...
 
     def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
@@ -51,8 +60,13 @@ class Head(Protocol):
 class LogProbHead:
     """Log-probs and entropies of a policy."""
 
-    name: str = "logprob"
     area: str = "train"
+
+    def attach(self, model: LoadedModel) -> LoadedModel:
+        return model
+
+    def scorer(self, model: LoadedModel) -> nn.Module:
+        return LogProbModel(model.module)
 
     def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
         assert not isinstance(loss, ValueLoss)
@@ -89,8 +103,13 @@ class LogProbHead:
 class ValueHead:
     """A critic's expected return before each token."""
 
-    name: str = "value"
     area: str = "critic"
+
+    def attach(self, model: LoadedModel) -> LoadedModel:
+        return value_model(model)
+
+    def scorer(self, model: LoadedModel) -> nn.Module:
+        return model.module
 
     def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
         return Settings()

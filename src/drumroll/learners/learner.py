@@ -59,7 +59,8 @@ class Learner:
         with self.backend.ranks.agreed(self.backend.drop_gradients):
             batch = self._share(batch)
             cuts = batch.micro_batches(self.config.micro_tokens)
-        micro_batches = self._fit(batch, [batch.select(traces) for traces in cuts])
+            micro_batches = [batch.select(traces) for traces in cuts]
+        micro_batches = self._fit(batch, micro_batches)
         found = self.backend.infer(micro_batches, Settings(temperature))
         result = torch.zeros(len(batch.tokens))
         starts = torch.cumsum(batch.lengths, 0) - batch.lengths
@@ -199,4 +200,7 @@ def _needed(mini: Batch) -> Batch:
     """
     assert mini.advantages is not None
     moved = torch.zeros(mini.num_traces).index_add_(0, mini.trace_of_token(), mini.advantages.abs())
+    if mini.unit_of is not None:  # all of a unit, or nothing
+        units = mini.unit_of[mini.sample_of]
+        moved = torch.zeros(int(units.max()) + 1).index_add_(0, units, moved)[units]
     return mini.select(moved.nonzero()[:, 0].tolist())

@@ -30,7 +30,7 @@ class _Given(nn.Module):
         return self.output(last_hidden_state=inputs_embeds)
 
 
-class Head:
+class LanguageModelHead:
     """A language model's head alone. `output` is the type that the model's body returns."""
 
     def __init__(self, module: Any, output: type) -> None:
@@ -79,7 +79,7 @@ def score(
     """Log-probs and entropies of chosen tokens, each after the node before it. `layout` says what the nodes attend to."""
     out = module.base_model(input_ids=tokens[None], position_ids=layout.positions(), use_cache=False, layout=layout)
     hidden = out.last_hidden_state[0].index_select(0, before)
-    return Head(module, type(out))(hidden, chosen, temperature, entropy_gradient=entropy_gradient)
+    return LanguageModelHead(module, type(out))(hidden, chosen, temperature, entropy_gradient=entropy_gradient)
 
 
 def _score(logits: Tensor, chosen: Tensor, temperature: float, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:

@@ -85,17 +85,8 @@ class DeviceRequest:
     @property
     def replica(self) -> int:
         """The number of devices that one replica takes."""
-        return math.prod(self.parallel.values())
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessRequest:
-    """A request of a role without devices (rewards, environments): its initial number of workers and the bounds of scaling."""
-
-    role: str
-    workers: int
-    least: int = 1
-    most: int | None = None
+        shared = ("data", "expert") if self.spreads else ()  # `data` counts replicas, `expert` regroups their ranks
+        return math.prod(size for axis, size in self.parallel.items() if axis not in shared)
 
 
 class Sharing(StrEnum):
@@ -112,7 +103,6 @@ class Layout:
 
     devices: Mapping[str, tuple[Device, ...]]
     replica: Mapping[str, int]
-    processes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     meshes: Mapping[str, Mesh] = field(default_factory=dict)  # of the roles whose devices are processes of their own
 
     def replicas(self, role: str) -> list[tuple[Device, ...]]:
@@ -139,8 +129,6 @@ class Layout:
             size = self.replica[role]
             ranks = f"{len(devices)}" if size in (1, len(devices)) else f"{len(devices)} = {len(devices) // size} × {size}"
             rows.append((role, f"{kinds} {ranges([d.index for d in devices])}", ranks, shares or "-"))
-        for role, nodes in self.processes.items():
-            rows.append((role, f"processes, node {ranges(sorted(set(nodes)))}", str(len(nodes)), "-"))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
 
@@ -170,7 +158,7 @@ def parse(text: str, key: str, size: int) -> list[int]:
     return found
 
 
-def lay_out(pool: Pool, requests: Sequence[DeviceRequest], processes: Sequence[ProcessRequest] = ()) -> Layout:
+def lay_out(pool: Pool, requests: Sequence[DeviceRequest]) -> Layout:
     """Assign devices to every role, or explain in numbers why that is impossible. Order: ranges, then counts, then sharing."""
     assert pool.devices, "an empty pool"
     asked = {r.role: r for r in requests}
@@ -186,10 +174,22 @@ def lay_out(pool: Pool, requests: Sequence[DeviceRequest], processes: Sequence[P
     layout = {role: given[_shared(request, asked, anchor, given)] for role, request in asked.items()}
     for role, request in asked.items():
         _check_parallel(request, layout[role])
-    nodes = sorted({d.node for d in pool.devices})
-    spread = {p.role: tuple(nodes[i % len(nodes)] for i in range(_workers(p))) for p in processes}
-    meshes = {r: Mesh(data=len(layout[r]) // q.replica, **q.parallel) for r, q in asked.items() if q.spreads}
-    return Layout(layout, {role: request.replica for role, request in asked.items()}, spread, meshes)
+    meshes = {role: _mesh(request, len(layout[role])) for role, request in asked.items() if request.spreads}
+    return Layout(layout, {role: request.replica for role, request in asked.items()}, meshes)
+
+
+def _mesh(request: DeviceRequest, devices: int) -> Mesh:
+    """The mesh of a role whose devices are processes of their own; replicas are its `data` axis."""
+    key, data, sizes = f"roles.{request.role}.parallel", devices // request.replica, dict(request.parallel)
+    if sizes.setdefault("data", data) != data:
+        raise ConfigError(
+            f"{key}: data {sizes['data']} × {request.replica} devices of a replica = {sizes['data'] * request.replica}, but the role "
+            f"has {devices} devices; data {data} would fit, and is the default."
+        )
+    regrouped = data * sizes.get("shard", 1) * sizes.get("tensor", 1)
+    if regrouped % sizes.get("expert", 1):
+        raise ConfigError(f"{key}: expert {sizes['expert']} does not divide data × shard × tensor = {regrouped}.")
+    return Mesh(**sizes)
 
 
 def _key(role: str) -> str:
@@ -243,7 +243,7 @@ def _check_parallel(request: DeviceRequest, devices: tuple[Device, ...]) -> None
         if size < 1:
             raise ConfigError(f"{key}.{name}: {size} must be at least 1.")
     product = " × ".join(f"{name} {size}" for name, size in request.parallel.items())
-    product += f" = {request.replica}" if len(request.parallel) > 1 else ""
+    product += f" = {request.replica}" if len(request.parallel) > 1 and not {"data", "expert"} & set(request.parallel) else ""
     if len(devices) % request.replica:
         raise ConfigError(f"{key}: {product} does not divide {len(devices)} devices.")
     for start in range(0, len(devices), request.replica):
@@ -251,10 +251,3 @@ def _check_parallel(request: DeviceRequest, devices: tuple[Device, ...]) -> None
         if len({d.kind for d in replica}) > 1:
             where = ranges([d.index for d in replica])
             raise ConfigError(f"{key}: {product} puts one replica on devices {where}, which mix cuda and cpu.")
-
-
-def _workers(ask: ProcessRequest) -> int:
-    most = ask.workers if ask.most is None else ask.most
-    if not 1 <= ask.least <= ask.workers <= most:
-        raise ConfigError(f"roles.{ask.role}.workers: {ask.workers} must lie between {max(ask.least, 1)} and {most}.")
-    return ask.workers

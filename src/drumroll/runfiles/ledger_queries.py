@@ -21,28 +21,43 @@ def connect(path: Path, options: str) -> sqlite3.Connection:
 
 
 class LedgerReader:
-    """Reads a ledger, also while another process writes it. Open a new one to see a run that was resumed meanwhile."""
+    """Reads a ledger, also while another process writes it or begins to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.db = self._open()
+        self._db, self._frozen = self._open()
 
-    def _open(self) -> sqlite3.Connection:
+    @property
+    def db(self) -> sqlite3.Connection:
+        """The connection. One to a ledger without a writer is opened anew when a writer has changed the file."""
+        if self._frozen is not None and self._frozen != self._stamp():
+            self._db.close()
+            self._db, self._frozen = self._open()
+        return self._db
+
+    def _stamp(self) -> tuple[bool, int, int]:
+        """What changes when a process writes the ledger: whether it has a write-ahead log, its time and its size."""
+        state = self.path.stat()
+        return self.path.with_name(f"{self.path.name}-wal").exists(), state.st_mtime_ns, state.st_size
+
+    def _open(self) -> tuple[sqlite3.Connection, tuple[bool, int, int] | None]:
+        """Connect; returns also the state of a file that no process writes."""
         missing = (
-            f"{self.path.parent} has no ledger: no step of it has begun, or the file was removed; --resume writes it anew."
+            f"{self.path.parent} has no ledger: no step of it has begun, the file was removed, or `drumroll rollout` made it."
         )
         if not self.path.exists():
             raise StoreError(missing)
         # A ledger without a write-ahead log has no writer. SQLite then needs no files of its own beside it,
         # so that a run on a read-only disk can be read, and reading leaves nothing in the run directory.
-        live = self.path.with_name(f"{self.path.name}-wal").exists()
+        stamp = self._stamp()
+        live = stamp[0]
         try:
             db = connect(self.path, "mode=ro" if live else "mode=ro&immutable=1")
             if db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'draws'").fetchone() == (0,):
                 raise StoreError(missing)
         except sqlite3.Error as error:
             raise StoreError(f"cannot open the ledger {self.path}: {error}.") from error
-        return db
+        return db, None if live else stamp
 
     def one(self, query: str, *values: Any) -> Any:
         """Return the first value of a query."""

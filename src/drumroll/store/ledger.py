@@ -60,7 +60,7 @@ class Ledger(LedgerReader):
         self._flushed = time.monotonic()
 
     @override
-    def _open(self) -> sqlite3.Connection:
+    def _open(self) -> tuple[sqlite3.Connection, None]:
         try:
             db = connect(self.path, "mode=rwc")
             db.execute("PRAGMA journal_mode=WAL")
@@ -71,7 +71,7 @@ class Ledger(LedgerReader):
             raise StoreError(
                 f"cannot open the ledger {self.path}: {error}. Move it away to continue with --resume, which rebuilds it from rollouts/."
             ) from error
-        return db
+        return db, None
 
     # --- listening ---
 

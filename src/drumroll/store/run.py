@@ -82,7 +82,9 @@ class Run(RunReader):
         path = cls.check_free(config, overwrite=overwrite)
         make_folder(path)
         with explained(path):
-            for old in sorted(path.iterdir(), key=lambda entry: entry.name == CONFIG):  # a run directory to the end
+            for old in sorted(
+                path.iterdir(), key=lambda e: (e.name == CONFIG, e.name == FORMAT_FILE)
+            ):  # a run directory to the end
                 if old.is_dir() and not old.is_symlink():
                     shutil.rmtree(old)
                 elif old.name != LOCK:

@@ -69,8 +69,11 @@ class WeightManifest:
 class Sender(Protocol):
     """The learner's side of weight sync."""
 
-    def send(self, version: Version, tensors: Named) -> WeightManifest:
-        """Offer a version to receivers. The tensors must not change until `wait` returns."""
+    def send(self, version: Version, tensors: Named, attempt: int = 0) -> WeightManifest:
+        """Offer a version to receivers, in an attempt that all who take part number alike; 0 counts the sender's own.
+
+        The tensors must not change until `wait` returns.
+        """
         ...
 
     def wait(self) -> None:

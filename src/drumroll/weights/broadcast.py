@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -203,10 +204,10 @@ class BroadcastSender:
         self.bucket = bucket
         self._sending: Future[None] | None = None
 
-    def send(self, version: Version, tensors: Named) -> WeightManifest:
+    def send(self, version: Version, tensors: Named, attempt: int = 0) -> WeightManifest:
         self.wait()
-        self._sending, self._link.attempts = Future(), self._link.attempts + 1
-        work = (self._link.attempts, version, tensors, self._sending)
+        self._sending, self._link.attempts = Future(), attempt or self._link.attempts + 1
+        work = (self._link.attempts, version, iter(tensors), self._sending)
         threading.Thread(target=self._run, args=work, name="weight-sync", daemon=True).start()
         return WeightManifest(version, f"{self.meeting.host}:{self.meeting.port}", attempt=self._link.attempts)
 
@@ -218,12 +219,14 @@ class BroadcastSender:
         except RuntimeError as error:  # raised by torch: gloo, NCCL or the store
             raise WeightSyncError(f"The weights did not reach all engines; close this sender and meet anew: {error}") from error
 
-    def _run(self, attempt: int, version: Version, tensors: Named, done: Future[None]) -> None:
+    def _run(self, attempt: int, version: Version, tensors: Iterator[tuple[str, Tensor]], done: Future[None]) -> None:
         try:
             with torch.no_grad():
                 self._link.send(attempt, version, self._buckets(tensors))
             done.set_result(None)
         except BaseException as error:
+            with suppress(Exception):  # other ranks of a sharded learner gather the rest with this one
+                deque(tensors, maxlen=0)
             done.set_exception(error)
 
     def _buckets(self, tensors: Named) -> Iterator[tuple[list[Entry], Tensor]]:

@@ -73,7 +73,7 @@ class SharedSender:
         self.packing = packing
         self._segments: list[_Segment] = []
 
-    def send(self, version: Version, tensors: Named) -> WeightManifest:
+    def send(self, version: Version, tensors: Named, attempt: int = 0) -> WeightManifest:
         segment, entries, end = self._turn(), list[Entry](), HEAD.size
         segment.mark(UNWRITTEN)  # so that nothing can be read if this process dies, or the tensors raise, half-way
         try:
@@ -85,7 +85,7 @@ class SharedSender:
             segment.mark(version)
         finally:
             fcntl.flock(segment.fd, fcntl.LOCK_UN)
-        return WeightManifest(version, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.token, entries=tuple(entries))
+        return WeightManifest(version, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.token, attempt, tuple(entries))
 
     def _turn(self) -> _Segment:
         """Return the segment to write next, locked."""

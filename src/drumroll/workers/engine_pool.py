@@ -51,14 +51,14 @@ class EnginePool:
         return [rank for rank in range(self.group.size) if rank not in self.lost]
 
     def condemn(self, rank: int, why: str) -> None:
-        """An engine that is of no use though its process lives: the process is ended, and replaced as any that is lost."""
+        """Kill and replace an unusable engine."""
         if rank not in self._reasons:
             self.lost.add(rank)
             self._reasons[rank] = why
             self.group.kill(rank)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching the engines."""
         for task in self._watching:
             task.cancel()
 

@@ -85,11 +85,11 @@ class WorkerGroup(ABC, Generic[W]):
         return [kept[rank] for rank in self.mesh.leaders()]
 
     def put(self, value: T) -> T:
-        """What stands for a large value in calls to this group."""
+        """A reference to a large value, valid as an argument of this group's calls."""
         return value
 
     def post(self, rank: int, method: Callable[Concatenate[W, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run a method without waiting; a worker that is gone is found out by whoever waits for it."""
+        """Run a method without waiting for it. A lost worker raises no error here."""
         task = asyncio.ensure_future(self._send(rank, method.__name__, args, kwargs))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 

@@ -17,6 +17,7 @@ from drumroll.algorithms import REFERENCE, TEACHER, VALUES
 from drumroll.config import RunConfig
 from drumroll.engines import Completion, Engine, EngineLost, Request
 from drumroll.engines.router import Router
+from drumroll.errors import ConfigError
 from drumroll.learners import Learner
 from drumroll.models import attention
 from drumroll.models.loading import LoadedModel, load_tokenizer
@@ -46,7 +47,11 @@ class LocalWorkers(Workers):
         configure_torch(config)
         rollout, learner = config.rollout_section(), open_learner(config, "actor")
         model = learner.backend.model
-        assert model is not None, "`check_backends` lets only backends in that share their weights"
+        if model is None:
+            raise ConfigError(
+                f"roles.actor.backend: {config.roles.actor.backend} keeps its weights where engines of this process cannot use them; "
+                "use cluster.runtime: ray."
+            )
         self._trained: list[Learner] = [learner]
         self.tokenizer = model.tokenizer
         self.actor = LocalGroup(Role.ACTOR, [learner])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from drumroll.algorithms import REFERENCE
 from drumroll.config import RunConfig
 from drumroll.engines import EngineLost
 from drumroll.engines.router import Router
+from drumroll.errors import NoEngines
 from drumroll.learners import Learner
 from drumroll.mesh import Mesh
 from drumroll.models.loading import load_tokenizer
@@ -51,7 +52,7 @@ from drumroll.workers.roles import LearnerRole
 from drumroll.workers.runtime import Workers, configure_torch, needs_of
 from drumroll.workers.server import WorkerLost
 
-URGENT = ("abort", "interrupt", "set_version", "memory")
+URGENT = ("abort", "interrupt", "set_version", "memory", "together")
 """Methods that do not wait for a running one."""
 W = TypeVar("W")
 LEARNING = ("actor", "critic", "reference", "teacher")
@@ -94,6 +95,8 @@ class RayWorkers(Workers):
         self.tokenizer = load_tokenizer(config.role_model("actor"))
         self._recompute = config.rollout_section().kv_at_switch == "recompute"
         self._stores: dict[str, Any] = {}  # of the present generations
+        self._learner_groups: dict[LearnerRole, RayGroup[LearnerWorker]] = {}
+        self._attempt = 0  # of publishing
         self._members: frozenset[int] = frozenset()  # engines connected with the actor
         self._device_lock = asyncio.Lock()  # weights, training and engines that come back exclude each other
         self._groups()
@@ -152,7 +155,9 @@ class RayWorkers(Workers):
 
     def _learners(self, role: LearnerRole) -> RayGroup[LearnerWorker]:
         """The ranks of a learning role, which meet at a store of the controller."""
-        return self._group(Role(role), partial(make_learner_worker, role, self._rendezvous(role, 0)), self._stops)
+        group = self._group(Role(role), partial(make_learner_worker, role, self._rendezvous(role, 0)), self._stops)
+        self._learner_groups[role] = group
+        return group
 
     def _rendezvous(self, role: LearnerRole, generation: int) -> Rendezvous | None:
         """A new store for a generation of a role; None for a rank alone."""
@@ -166,11 +171,10 @@ class RayWorkers(Workers):
 
     @override
     async def renew_learners(self) -> None:
-        groups: dict[LearnerRole, Any] = {"actor": self.actor, "critic": self.critic, "teacher": self.teacher}
-        if self.reference is not self.actor:
-            groups["reference"] = self.reference
-        for role, group in groups.items():
-            if isinstance(group, RayGroup) and not await group.living():
+        async with self._device_lock:
+            for role, group in self._learner_groups.items():
+                if await group.living() and all(await group.broadcast(LearnerWorker.together)):
+                    continue
                 rendezvous = self._rendezvous(role, group.generation + 1)
                 await group.renew(self._factories(Role(role), partial(make_learner_worker, role, rendezvous)))
                 self._members = frozenset()  # engines connect with the actor's new first rank
@@ -230,17 +234,20 @@ class RayWorkers(Workers):
         await self._send()
 
     async def _send(self) -> None:
-        """The actor's weights to all engines; its count of updates is their version."""
+        """Bring the actor's weights to all engines, in numbered attempts; its count of updates is their version."""
         for _ in range(1 + self.rollout.size):  # once more for each engine that may be lost on the way
-            ranks = self._engine_pool.living()
+            if not (ranks := self._engine_pool.living()):
+                raise NoEngines("There is no engine left to publish weights to.")
+            self._attempt += 1
             if frozenset(ranks) != self._members and not await self._connect(ranks):
                 continue
-            manifest, *_ = await self._actors.broadcast(LearnerWorker.send)
+            manifest, *_ = await self._actors.broadcast(LearnerWorker.send, self._attempt)
             assert manifest is not None, "the first rank sends"
             loads = (self._engines.call(r, EngineWorker.receive, manifest, recompute=self._recompute) for r in ranks)
             if self._all_there(ranks, await asyncio.gather(*loads, return_exceptions=True)):
                 try:
-                    return await self._actors.call(0, LearnerWorker.sent)
+                    await self._actors.broadcast(LearnerWorker.sent)
+                    return
                 except WeightSyncError:
                     self._members = frozenset()
         raise WeightSyncError(f"The weights did not reach the engines in {1 + self.rollout.size} attempts.")
@@ -319,14 +326,14 @@ class RayWorkers(Workers):
 
     @override
     async def memory(self) -> dict[str, float]:
-        ranks: dict[str, tuple[Any, Sequence[int]]] = {"rollout": (self.rollout, self._engine_pool.living())}
-        others = {"critic": self.critic, "reference": self.reference, "teacher": self.teacher}
-        for role, group in {"actor": self.actor, **others}.items():
-            if group is not None and (role == "actor" or group is not self.actor):
-                ranks[role] = (group, range(group.size))
+        engines = [self._engines.call(rank, EngineWorker.memory) for rank in self._engine_pool.living()]
+        calls = {"rollout": engines} | {
+            role: [group.call(rank, LearnerWorker.memory) for rank in range(group.size)]
+            for role, group in self._learner_groups.items()
+        }
         found: dict[str, float] = {}
-        for role, (group, wanted) in ranks.items():
-            peaks = await asyncio.gather(*(group.call(r, LearnerWorker.memory) for r in wanted), return_exceptions=True)
+        for role, asked in calls.items():
+            peaks = await asyncio.gather(*asked, return_exceptions=True)
             found[role] = sum(peak for peak in peaks if isinstance(peak, float))
         return found
 

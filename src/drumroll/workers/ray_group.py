@@ -63,7 +63,7 @@ class ClusterError(DrumrollError):
     """A Ray cluster that cannot be joined, or that lacks what the run asks for."""
 
 
-class _Host(WorkerServer):
+class _Server(WorkerServer):
     @override
     async def open(self, factory: Callable[[], Any]) -> About | Failure:
         about = await super().open(factory)
@@ -75,7 +75,7 @@ def _gpu() -> str:
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-ACTOR: Any = ray.remote(_Host)
+ACTOR: Any = ray.remote(_Server)
 GPU: Any = ray.remote(_gpu)
 ADDRESS: Any = ray.remote(address_of)
 
@@ -293,7 +293,7 @@ def pool_of_cluster(kind: str = "auto", count: int | None = None, threads: int =
 class _Actor:
     """A rank's actor. `order` keeps calls in order, which Ray does not for actors with coroutines."""
 
-    host: Any
+    server: Any
     opened: Any
     about: About | None = None
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -324,23 +324,23 @@ class RayGroup(ReplaceableGroup[W]):
         runtime.groups.append(self)
 
     def _start(self, rank: int) -> _Actor:
-        host = ACTOR.options(**self.runtime.options(self.device_sets[rank])).remote(self._urgent)
-        return _Actor(host, host.open.remote(self.factories[rank]))
+        server = ACTOR.options(**self.runtime.options(self.device_sets[rank])).remote(self._urgent)
+        return _Actor(server, server.open.remote(self.factories[rank]))
 
     async def ready(self) -> None:
         """Wait until every worker is made; raises what its factory raised."""
         await asyncio.gather(*(self._answer(rank, "start", None) for rank in range(self.size)))
 
     async def _send(self, rank: int, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return await self._answer(rank, method, lambda host: host.call.remote(method, *args, **kwargs))
+        return await self._answer(rank, method, lambda server: server.call.remote(method, *args, **kwargs))
 
     @override
     async def keep(self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a method, leave its result in the object store, and return a reference that stands for it in other calls."""
         kept: list[Any] = []
 
-        def submit(host: Any) -> Any:
-            kept[:] = host.keep.options(num_returns=2).remote(method.__name__, *args, **kwargs)
+        def submit(server: Any) -> Any:
+            kept[:] = server.keep.options(num_returns=2).remote(method.__name__, *args, **kwargs)
             return kept[0]
 
         await self._answer(rank, method.__name__, submit)
@@ -363,10 +363,10 @@ class RayGroup(ReplaceableGroup[W]):
                     actor.about = answer if isinstance(answer, About) else None
                 if actor.about is not None and submit is not None:
                     if method in actor.about.free:
-                        answer = await (ref := submit(actor.host))
+                        answer = await (ref := submit(actor.server))
                     else:
                         async with actor.order:
-                            answer = await (ref := submit(actor.host))
+                            answer = await (ref := submit(actor.server))
         except (TimeoutError, asyncio.CancelledError) as error:
             if ref is not None:
                 ray.cancel(ref)
@@ -388,7 +388,7 @@ class RayGroup(ReplaceableGroup[W]):
     @override
     async def lost(self, rank: int) -> WorkerLost:  # without polling
         actor = self._actors[rank]
-        watch = actor.host.alive.remote()
+        watch = actor.server.alive.remote()
         try:
             await watch
         except RayActorError as error:
@@ -399,7 +399,7 @@ class RayGroup(ReplaceableGroup[W]):
 
     @override
     def kill(self, rank: int) -> None:
-        ray.kill(self._actors[rank].host)
+        ray.kill(self._actors[rank].server)
 
     @override
     async def replace(self, rank: int, devices: DeviceSet | None = None) -> None:
@@ -411,7 +411,9 @@ class RayGroup(ReplaceableGroup[W]):
     async def living(self) -> bool:
         """Whether the process of every worker is there."""
         try:
-            await asyncio.gather(*(self._answer(rank, "ping", lambda host: host.ping.remote()) for rank in range(self.size)))
+            await asyncio.gather(
+                *(self._answer(rank, "ping", lambda server: server.ping.remote()) for rank in range(self.size))
+            )
         except WorkerLost:
             return False
         return True
@@ -429,13 +431,13 @@ class RayGroup(ReplaceableGroup[W]):
             self.runtime.groups.remove(self)
             await asyncio.gather(*(self._end(actor) for actor in self._actors))
             for actor in self._actors:  # a handle that outlives its cluster ends the actor of the same number on the next one
-                actor.host = actor.opened = None
+                actor.server = actor.opened = None
 
     async def _end(self, actor: _Actor) -> None:
         if actor.about is not None:
             with suppress(TimeoutError, RayError):
-                await asyncio.wait_for(actor.host.call.remote("close"), FAREWELL)
-        ray.kill(actor.host)
+                await asyncio.wait_for(actor.server.call.remote("close"), FAREWELL)
+        ray.kill(actor.server)
 
 
 def _why(error: str, log: str) -> str:

@@ -100,7 +100,10 @@ class LearnerWorker(Learner):
     _sender: Sender | None = None
 
     def open_transport(self, transport: Transport, run: str, packing: Packing, size: int, address: str) -> Meeting | None:
-        """Be ready to send to so many, ourselves counted, from our address; what we had before is closed. None: they need not meet."""
+        """Open a sender to `size` - 1 engines at this process's address, and close the one before.
+
+        Returns where the engines meet it; None for shared memory, where they need not.
+        """
         if self._sender is not None:
             with suppress(Exception):
                 self._sender.close()
@@ -112,18 +115,22 @@ class LearnerWorker(Learner):
         self._sender = sender
         return sender.meeting
 
-    def send(self) -> WeightManifest | None:
-        """Offer the weights as they are; the count of updates is their version. All ranks bring them together, the first sends."""
+    def together(self) -> bool:
+        """Whether this rank is still in its process group; a failed collective breaks it while all processes live."""
+        return not self.backend.ranks.met or self.backend.ranks.group is not None
+
+    def send(self, attempt: int) -> WeightManifest | None:
+        """Offer the weights in a numbered attempt; the count of updates is their version. The first of all ranks sends."""
         if self._sender is not None:
-            return self._sender.send(self.step, self.weights())
+            return self._sender.send(self.step, self.weights(), attempt)
         for _ in self.weights():
             pass
         return None
 
     def sent(self) -> None:
         """Wait until the weights may change again."""
-        assert self._sender is not None
-        self._sender.wait()
+        if self._sender is not None:
+            self._sender.wait()
 
     def memory(self) -> float:
         """GB at most since the last call."""

@@ -65,7 +65,7 @@ class Workers(ABC):
         """End running updates before their next micro-batch; callable from any thread."""
 
     def metrics(self) -> dict[str, float]:
-        """What was asked of the judge, and which deadlines passed, since the last call."""
+        """Counts since the last call: requests to the judge, deadlines that passed."""
         struck = {f"rollout/deadlines/{clock}": float(count) for clock, count in sorted(self.struck.items()) if count}
         self.struck.clear()
         return struck | ({} if self.judge is None else self.judge.metrics())

@@ -21,15 +21,14 @@ from drumroll.batch import Batch
 from drumroll.config.optim import OptimConfig
 from drumroll.errors import Interrupted, StoreError
 from drumroll.learners.backend import BACKENDS, Count, LearnerSpec, LossFunction, Numbers
-from drumroll.learners.heads import LogProbHead, Settings, ValueHead
+from drumroll.learners.heads import Head, LogProbHead, Settings, ValueHead
 from drumroll.learners.learner import Learner
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.statistics import Statistics
-from drumroll.models.head import LogProbModel
 from drumroll.models.loading import LoadedModel, load
 from drumroll.models.lora import add_adapters, save_model, without_adapters
 from drumroll.models.prefix_tree import PrefixTree
-from drumroll.models.value import ValueModel, value_model
+from drumroll.models.value import ValueModel
 
 MASTER = "master.safetensors"
 MOMENTS = "optimizer.safetensors"
@@ -43,9 +42,7 @@ def open_backend(spec: LearnerSpec) -> TorchBackend:
     )
     if spec.lora is not None:
         add_adapters(model, spec.lora)
-    if spec.head.name == "value":
-        model = value_model(model)
-    return TorchBackend(model, spec.optim, spec.ranks)
+    return TorchBackend(spec.head.attach(model), spec.head, spec.optim, spec.ranks)
 
 
 class TorchBackend:
@@ -53,12 +50,12 @@ class TorchBackend:
 
     count = Count()
 
-    def __init__(self, model: LoadedModel, config: OptimConfig | None = None, ranks: Ranks = ALONE) -> None:
+    def __init__(self, model: LoadedModel, head: Head, config: OptimConfig | None = None, ranks: Ranks = ALONE) -> None:
         self.model = model
         self.ranks = ranks
         self.stop = threading.Event()
         self.device = next(model.module.parameters()).device
-        self.scorer = model.module if isinstance(model.module, ValueModel) else LogProbModel(model.module)
+        self.scorer = head.scorer(model)
         model.module.eval()
         if config is None:
             model.module.requires_grad_(False)
@@ -233,7 +230,7 @@ def torch_learner(
 ) -> Learner:
     """A learner over a loaded model, with the head that the model has."""
     head = ValueHead() if isinstance(model.module, ValueModel) else LogProbHead()
-    return Learner(TorchBackend(model, config, ranks), config, head, total_steps=total_steps)
+    return Learner(TorchBackend(model, head, config, ranks), config, head, total_steps=total_steps)
 
 
 def _accumulate(master: Tensor, working: Tensor) -> None:
