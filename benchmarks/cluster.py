@@ -48,10 +48,10 @@ class InstantScorer:
 
 async def window(call: Any, count: int) -> float:
     """Calls per second with so many in flight."""
-    places = asyncio.Semaphore(WINDOW)
+    limit = asyncio.Semaphore(WINDOW)
 
     async def one() -> None:
-        async with places:
+        async with limit:
             await call()
 
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a weight update costs by each transport of the weight bus, against a plain copy of the same bytes on the same machine.
+"""Measures a weight update by each transport of weight sync, against a plain copy of the same bytes on the same machine.
 
 The weights are random, in the shapes of SmolLM2-135M in fp32 (538 MB). An update is timed from the learner's `send` until the
 engine, another process, has all tensors: by shared memory copied into its parameters, by broadcast received, as the peer's one
@@ -102,7 +102,7 @@ def alternate(*works: Callable[[], object]) -> list[float]:
 def between_processes() -> None:
     """Shared memory against a memory copy, and our broadcast against gloo's own of one flat tensor."""
     tensors = dict(smollm2())
-    settle(tensors.values())  # as a learner does when it joins the bus
+    settle(tensors.values())  # as a learner does when weight sync starts
     flat = torch.cat([t.flatten() for t in tensors.values()])
     target = torch.zeros_like(flat)
     senders: dict[str, Sender] = {"shared": SharedSender("benchmark")}

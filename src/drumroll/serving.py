@@ -1,4 +1,4 @@
-"""`drumroll serve`: a model, or that of a recipe or a run, behind the endpoint until Ctrl-C."""
+"""`drumroll serve`: serves a model, or the model of a recipe or a run, over HTTP until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from drumroll.serve.writing import EngineClient
 from drumroll.workers.runtime import Workers, context_length, open_workers
 
 CONTEXT = 2048
-"""Tokens of a conversation, where no recipe says."""
+"""Default context length, in tokens, for a model without a recipe."""
 SLOTS = 8
-"""Calls at once, where no recipe says."""
+"""Default number of concurrent calls, for a model without a recipe."""
 KEPT = 1000
-"""Samples whose conversations are kept; of more, those not called for longest are forgotten."""
+"""The number of samples whose conversations stay in memory; above it, the least recently called are dropped."""
 LONGEST_CALL = 3600.0
-"""Seconds."""
+"""Time limit of one call, in seconds."""
 
 
 def config_of(target: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """What to load: the config of a recipe or a run, or one for a bare model."""
+    """Return the config of a recipe or of a finished run, or a default config for a model."""
     path = Path(target)
     if (path / CONFIG).exists():
         run = RunReader.open(path)
@@ -60,7 +60,7 @@ def config_of(target: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 class Callers:
-    """Samples by the name in their base URL, made when they first call. A call to the bare `/v1` is a sample of its own."""
+    """Creates and keeps a `Caller` for each sample name in a base URL. Each call to the bare `/v1` is a new sample."""
 
     def __init__(self, served: Served, router: Router) -> None:
         self.served = served
@@ -69,7 +69,7 @@ class Callers:
         self._count = 0
 
     def find(self, name: str | None) -> Caller:
-        """The caller of a name."""
+        """Return the caller of this name; without a name, a new one."""
         if name is None:
             self._count += 1
             return self._open(f"call-{self._count}")
@@ -87,7 +87,7 @@ class Callers:
 
 
 def _seed(number: int, index: int, asked: int | None) -> int:
-    """A caller's own seed gives the same tokens for the same messages."""
+    """Return a random seed, or one derived from the caller's own seed: equal messages then give equal tokens."""
     return secrets.randbits(63) if asked is None else sample_seed(abs(asked), "serve", 0, index)
 
 
@@ -95,7 +95,7 @@ def _seed(number: int, index: int, asked: int | None) -> int:
 async def serving(
     config: RunConfig, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None, record: Path | None = None
 ) -> AsyncGenerator[Endpoint]:
-    """The endpoint of a config's model, open within the block."""
+    """Open the endpoint of a config's model for the duration of the block."""
     workers = await open_workers(config)
     try:
         renderer = Renderer(workers.tokenizer)
@@ -114,7 +114,7 @@ async def serving(
 
 
 def line_of(sample: str, call: Call, messages: list[Message]) -> dict[str, Any]:
-    """A call as plain data: the sample, the call that it goes on from, its messages, and its tokens."""
+    """Return a call as plain data: its sample, the call that it continues, its messages and its tokens."""
     written = call.written
     return {
         "sample": sample,
@@ -130,7 +130,7 @@ def line_of(sample: str, call: Call, messages: list[Message]) -> dict[str, Any]:
 
 
 def decoder(workers: Workers) -> Callable[[list[int]], str]:
-    """Tokens to the text that callers read."""
+    """Return the function that decodes tokens into the text of an answer."""
     return lambda tokens: workers.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
@@ -144,7 +144,7 @@ print(answer.choices[0].message.content)
 
 
 async def serve(config: RunConfig, say: Callable[[str], None], **where: Any) -> None:
-    """Serve until Ctrl-C; the token is said once, with an example that works as it is."""
+    """Serve until Ctrl-C. Prints the token once, with an example that runs unchanged."""
     async with serving(config, **where) as endpoint:
         say(f"serving {endpoint.served.name} at {endpoint.url}/v1; Ctrl-C ends it. Token: {endpoint.token}")
         say(EXAMPLE.format(url=endpoint.url, token=endpoint.token, model=endpoint.served.name, content="12+7="))

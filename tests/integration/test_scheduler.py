@@ -213,12 +213,12 @@ def test_a_killed_run_shows_what_was_in_flight_and_resumes_without_loss(small, t
     recipe = small(steps=10_000, checkpoint={"every": 1}, reward=reward, eval={}, import_from=[str(tmp_path)])
     path.write_text(yaml.safe_dump(recipe))
     process = subprocess.Popen([sys.executable, "-m", "drumroll", "train", str(path), "--quiet"], cwd=tmp_path)
-    books, deadline = tmp_path / "runs/small/ledger.sqlite", time.monotonic() + 120
+    ledger_path, deadline = tmp_path / "runs/small/ledger.sqlite", time.monotonic() + 120
 
     def in_flight():
-        if not books.exists() or not (tmp_path / "runs/small/checkpoints/step-000001").exists():
+        if not ledger_path.exists() or not (tmp_path / "runs/small/checkpoints/step-000001").exists():
             return []
-        return LedgerReader(books).in_flight()
+        return LedgerReader(ledger_path).in_flight()
 
     while not in_flight():
         assert time.monotonic() < deadline

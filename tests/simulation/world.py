@@ -379,7 +379,7 @@ class World:
             if self.report.ended == "completed" or self.report.samples >= SAMPLES:
                 break
             self._next_life()  # a typed error: somebody starts it again
-        self._check_books()
+        self._check_ledger()
         self.report.log = self.digest.hexdigest()
         return self.report
 
@@ -400,7 +400,7 @@ class World:
         self.trained = Counter(self.committed)
         self.rollouts = self.router = None
 
-    def _check_books(self) -> None:
+    def _check_ledger(self) -> None:
         """The ledger at the end: every sample has one fate, nothing was trained twice, nothing was passed over."""
         ledger = LedgerReader(self.folder / "ledger.sqlite")
         assert ledger.problems() == []

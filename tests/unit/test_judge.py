@@ -478,9 +478,9 @@ def test_an_endpoint_is_asked_as_told(endpoint, monkeypatch):
     assert (found["judge/tokens_in"], found["judge/tokens_out"], found["judge/cost"]) == (20, 3, 20e-6)
 
 
-@pytest.mark.parametrize("trouble", [429, 500, 503, "hang", "text", "{}", "[1, 2"])
-def test_trouble_that_may_pass(endpoint, trouble):
-    server = endpoint(trouble)
+@pytest.mark.parametrize("failure", [429, 500, 503, "hang", "text", "{}", "[1, 2"])
+def test_failures_that_may_pass(endpoint, failure):
+    server = endpoint(failure)
     said, found = ask(server, "How good?", timeout=1.0)
     assert said == ["7/10"]
     assert (found["judge/retried"], found["judge/calls"], len(server.heard)) == (1, 2, 2)
@@ -490,7 +490,7 @@ def test_trouble_that_may_pass(endpoint, trouble):
     ("script", "sentence"),
     [([401], "answered 401"), ([404], "answered 404"), ([500] * 3, "did not answer in 3 tries: .* answered 500")],
 )
-def test_trouble_that_stays(endpoint, script, sentence):
+def test_failures_that_stay(endpoint, script, sentence):
     server = endpoint(*script)
     with pytest.raises(JudgeFailed, match=sentence):
         ask(server, "How good?", retries=2)

@@ -17,8 +17,11 @@ LINT = Path(sys.executable).parent / "lint-imports"
 CONTRACT = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
 LAYERS = [[name.strip() for name in re.split(r"[|:]", line)] for line in reversed(CONTRACT["layers"])]
 """From the lowest: packages and modules of `drumroll`; those in one line do not import each other."""
-REGISTRIES = ("drumroll.config.engines", "drumroll.config.pipelines")
-"""The modules whose strings may name parts of higher layers: they turn names in a config into parts."""
+NAME_BUILDERS = {
+    *("drumroll.engines", "drumroll.pipelines", "drumroll.rewards"),  # registries: the modules of their built-ins
+    "drumroll.engines.vllm",  # the path of its own class, which vLLM imports in its workers
+}
+"""The modules that may build the name of a module with an f-string."""
 LONGEST_FILE, LONGEST_FUNCTION = 600, 46
 
 
@@ -96,9 +99,16 @@ def names_in(tree):
 
 
 def layer(module):
-    """The place of a module's package in the contract, from the lowest."""
+    """The rank of a module's package in the contract, from the lowest; None if the contract does not know the package."""
     package = module.split(".")[1]
-    return next(place for place, line in enumerate(LAYERS) if package in line)
+    return next((rank for rank, line in enumerate(LAYERS) if package in line), None)
+
+
+def may_name(module, named):
+    """Whether a module may name another one: it is of the same package, or of a lower layer."""
+    if layer(named) is None:
+        return False
+    return module.split(".")[1] == named.split(".")[1] or layer(named) < layer(module)
 
 
 def test_strings_name_modules_that_exist_in_the_same_package_or_below():
@@ -108,8 +118,47 @@ def test_strings_name_modules_that_exist_in_the_same_package_or_below():
         named, _, name = path.partition(":")
         assert named in modules(), f"{module} names {path}, and there is no such module"
         assert not name or name in names_in(modules()[named]), f"{module} names {path}, and the module has no such name"
-        same = module.split(".")[1] == named.split(".")[1]
-        assert same or module in REGISTRIES or layer(named) < layer(module), f"{module} names {path}, of a higher layer"
+        assert may_name(module, named), f"{module} names {path}, of a higher layer"
+
+
+def prefix_of(module, node):
+    """The text of an f-string before its first unknown value; `{__name__}` is known: the module's own name."""
+    text = ""
+    for part in node.values:
+        if isinstance(part, ast.Constant):
+            text += part.value
+        elif isinstance(part.value, ast.Name) and part.value.id == "__name__":
+            text += module
+        else:
+            break
+    return text
+
+
+@pytest.mark.parametrize(
+    ("code", "prefix", "allowed"),
+    [
+        ('f"{__name__}.{name}:BACKEND"', "drumroll.engines.", True),
+        ('f"drumroll.engines.{name}"', "drumroll.engines.", True),
+        ('f"drumroll.models.{name}"', "drumroll.models.", True),
+        ('f"drumroll.pipelines.{name}"', "drumroll.pipelines.", False),
+        ('f"drumroll.{name}"', "drumroll.", False),
+    ],
+)
+def test_prefix_of_an_f_string(code, prefix, allowed):
+    assert prefix_of("drumroll.engines", ast.parse(code, mode="eval").body) == prefix
+    assert may_name("drumroll.engines", prefix) is allowed
+
+
+def test_f_strings_name_modules_of_the_same_package_or_below():
+    found = [
+        (module, prefix)
+        for module, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr) and (prefix := prefix_of(module, node)).startswith("drumroll.")
+    ]
+    for module, prefix in found:
+        assert may_name(module, prefix), f"{module} names {prefix}…, of a higher layer or of no package"
+    assert {module for module, _ in found} == NAME_BUILDERS
 
 
 # --- length ---
@@ -134,13 +183,24 @@ def test_functions_are_short_enough_to_read():
 # --- words ---
 
 
-OLD_WORDS = {"desk", "seat", "fleet", "parcel"}
-"""They became batch builder, worker, engine pool and weight manifest."""
+OLD_WORDS = {
+    "desk": "batch builder",
+    "seat": "worker",
+    "fleet": "engine pool",
+    "bus": "weight sync",
+    "parcel": "weight manifest",
+    "carrier": "transport",
+    "books": "ledger",
+    "trouble": "failures",
+}
+"""Words of the old glossary, each with its successor. Their plurals are old too."""
 OLD_NAMES = {"Places"}
 """It became admission, executors or device set."""
 ALLOWED = {
-    ("drumroll.envs.adapters.textarena", "seat"),  # TextArena's own name for a player's position
+    ("src/drumroll/envs/adapters/textarena.py", "seat"),  # TextArena's own name for a player's position
+    ("tests/unit/test_adapters.py", "seat"),
 }
+"""(file, identifier)"""
 
 
 def identifiers(tree):
@@ -152,20 +212,24 @@ def identifiers(tree):
 
 
 def words_of(identifier):
-    """`LearnerSeats` → learner, seat: the words of an identifier, in the singular."""
-    return {word.lower().removesuffix("s") for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", identifier)}
+    """`LearnerSeats` → learner, seats, seat: the words of an identifier, as they are and without a final s."""
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", identifier)}
+    return words | {word.removesuffix("s") for word in words}
 
 
 def test_words_of_identifiers():
-    assert words_of("LearnerSeats") == {"learner", "seat"}
+    assert words_of("LearnerSeats") == {"learner", "seats", "seat"}
     assert words_of("_open_fleet2") == {"open", "fleet"}
+    assert "bus" in words_of("WeightBus")
+    assert "bus" not in words_of("busy_loops")
 
 
 def test_the_old_words_do_not_come_back():
     found = {
-        (module, name)
-        for module, tree in modules().items()
-        for name in identifiers(tree)
-        if words_of(name) & OLD_WORDS or name in OLD_NAMES
+        (str(path.relative_to(ROOT)), name)
+        for folder in ("src", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in identifiers(ast.parse(path.read_text()))
+        if words_of(name) & OLD_WORDS.keys() or name in OLD_NAMES
     }
-    assert found - ALLOWED == set()
+    assert found == ALLOWED

@@ -27,21 +27,21 @@ def test_a_chain_reads_its_own_tokens_for_as_long_as_it_is_held(wanted, size):
 
     def check():
         for tokens, chain in held:
-            assert [memory[place] for place in zip(*chain.places(), strict=True)] == tokens[: chain.length]
+            assert [memory[slot] for slot in zip(*chain.page_slots(), strict=True)] == tokens[: chain.length]
 
     for tokens, keep in wanted:
         chain = pages.match(tokens, 0)
         assert chain.length < len(tokens)
         assert len(chain.pages) <= -(-chain.length // size) + 1
-        places = pages.extend(chain, tokens[chain.length :])
-        if places is None:
+        page_slots = pages.extend(chain, tokens[chain.length :])
+        if page_slots is None:
             pages.release(chain)
             if held:
                 pages.release(held.pop(random.Random(len(tokens)).randrange(len(held)))[1])
             else:
                 pages.forget()
             continue
-        memory.update(zip(zip(*places, strict=True), tokens[-len(places[0]) :], strict=True))
+        memory.update(zip(zip(*page_slots, strict=True), tokens[-len(page_slots[0]) :], strict=True))
         held.append((tokens, chain))
         check()
         if not keep:

@@ -1,4 +1,4 @@
-"""The weight bus: what is sent is what is received, by every transport, between real processes."""
+"""Weight sync: receivers get exactly the tensors that were sent, by every transport, between real processes."""
 
 from __future__ import annotations
 
@@ -404,7 +404,7 @@ def test_the_store_listens_on_its_own_address_only_and_holds_no_code():
         ("shared", [End("a", 0), End("a", 1)], Transport("shared", "cuda:0", "127.0.0.1")),
     ],
 )
-def test_the_carrier_follows_from_where_the_ends_are(wanted: str, ends: list[End], transport: Transport):
+def test_the_transport_follows_from_where_the_ends_are(wanted: str, ends: list[End], transport: Transport):
     assert choose(wanted, ends) == transport
 
 

@@ -1,4 +1,4 @@
-"""What `--dry-run` shows beside the config: whether all that the recipe names exists, and one prompt as the model sees it."""
+"""`--dry-run`: checks that every part a recipe names exists, and shows one prompt as the model sees it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from drumroll.workers.runtime import check_backends, open_algorithm
 
 
 def resolve(config: RunConfig, *, files: bool = True) -> Iterator[str]:
-    """Look up rewards, environments, algorithm parts, data and models; a mistake raises, what cannot be known is a warning.
+    """Look up rewards, environments, algorithm parts, data and models; yield warnings and the first prompt.
 
-    Without `files` local data is left out, and a missing model directory is a warning.
+    A mistake raises. A model that the hub cannot confirm gives a warning. Without `files`, local data is not read, and
+    a missing model directory gives a warning too.
     """
     check_backends(config)
     rewards = Rewards(config.rewards())
@@ -70,14 +71,14 @@ def _environments(config: RunConfig) -> set[str]:
 
 
 def _models(config: RunConfig) -> list[str]:
-    """Models that are not built in, each once."""
+    """Return the models that are not built in, without duplicates."""
     roles = (getattr(config.roles, role) for role in type(config.roles).model_fields)
     named = [getattr(role, "model", None) for role in roles if role is not None and getattr(role, "url", None) is None]
     return [name for name in dict.fromkeys([config.role_model("actor"), *named]) if name and name not in BUILT_IN_MODELS]
 
 
 def _prompt(config: RunConfig, files: bool, required: RequiredColumns, missing: set[str]) -> Iterator[str]:
-    """Check the first row of every dataset that can be read here, and show the first of all as the model sees it."""
+    """Check the first row of every dataset that can be read here, and show the first dataset's as the model sees it."""
     readable = {name: d for name, d in config.data.train.items() if (files if is_local(d) else is_function(d))}
     if not readable:
         yield "no prompt is shown: no training data can be read here."
@@ -109,7 +110,7 @@ def _text(renderer: Renderer | None, content: Content, dataset: DatasetConfig) -
 
 
 def _episode(renderer: Renderer | None, scene: Scene, row: Row) -> str:
-    """The first observation, where the environment is our own; others may need servers."""
+    """Return the first observation of a registered environment. Others are not started: they may need servers."""
     if not exists(scene.use):
         return f"(what the environment {scene.use} shows first)"
     try:

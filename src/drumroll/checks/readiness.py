@@ -1,6 +1,6 @@
-"""What follows from what a machine has: which parts of drumroll can run on it, what is missing, what will hurt.
+"""Judges the facts of a machine: which parts of drumroll can run on it, which packages are missing, which limits to expect.
 
-Pure functions of a `Machine`, and its tables for the terminal. Never looks at the machine itself.
+Pure functions of a `Machine`, and tables for the terminal. It never reads the machine itself; `machine` does.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from drumroll.checks.machine import WITHOUT_CUDA, Machine
 
 GIB = 2**30
 COMMAND_WIDTH = 46
-"""What a terminal of 80 columns has for a note and a command."""
+"""Characters that a terminal of 80 columns leaves for a note and its command."""
 LEAST_SHARED, LEAST_MEMORY, LEAST_DISK = 1 * GIB, 2 * GIB, 5 * GIB
-"""Below these something will hurt: Ray and weight sync; a small model with its optimizer; a few checkpoints."""
+"""A warning appears below these sizes: for Ray and weight sync, a small model with its optimizer, a few checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of drumroll: whether it can run here, on what or why not, and the command that brings what is missing."""
+    """A part of drumroll: whether it can run here, on which device or why not, and the command that installs it."""
 
     name: str
     runs: bool
@@ -37,7 +37,7 @@ class Part:
 
 
 def parts(machine: Machine) -> list[Part]:
-    """All interchangeable parts, and whether each can run here."""
+    """Return all interchangeable parts, each with whether it can run here."""
     return [
         _torch(machine, "actor: torch on CPU", _count(machine.cpu.cores, "core")),
         _cuda(machine),
@@ -71,7 +71,7 @@ def _cuda(machine: Machine) -> Part:
 
 
 def _vllm(machine: Machine) -> Part:
-    """vLLM for GPUs needs one; for x86 CPUs it needs AVX-512, or AVX2 where its build has kernels for that."""
+    """Judge vLLM. A build for GPUs needs a GPU; a build for x86 CPUs needs AVX-512, or AVX2 if it has AVX2 kernels."""
     name, sets = "rollout: vllm", machine.cpu.instructions
     x86 = machine.cpu.architecture == "x86_64"
     weak = x86 and bool(sets) and not sets["avx2"]
@@ -118,7 +118,7 @@ def _tool(name: str, path: str | None, package: str, problem: str = "") -> Part:
 
 
 def warnings(machine: Machine) -> list[str]:
-    """What will hurt, and what to do about it, each in a sentence or two."""
+    """Return the machine's limits that will slow down or break runs, each with its remedy in a sentence or two."""
     return [*_compute_warnings(machine), *_room_warnings(machine)]
 
 
@@ -164,12 +164,12 @@ def _room_warnings(machine: Machine) -> Iterator[str]:
 
 
 def as_json(machine: Machine) -> dict[str, Any]:
-    """Everything, in bytes and words."""
+    """Return facts, parts and warnings as plain data; sizes are in bytes."""
     return asdict(machine) | {"parts": [asdict(part) for part in parts(machine)], "warnings": warnings(machine)}
 
 
 def readiness_tables(machine: Machine) -> list[RenderableType]:
-    """What is here, what can run here, and what will hurt."""
+    """Return the tables for the terminal: the facts, the parts that can run, and the warnings."""
     found = Table(title="machine", title_justify="left", show_header=False)
     found.add_column(no_wrap=True)
     found.add_column(overflow="fold")
@@ -182,7 +182,7 @@ def readiness_tables(machine: Machine) -> list[RenderableType]:
     for part in parts(machine):
         text = Text(part.note)
         if part.install:
-            whole = len(part.note) + len(part.install) < COMMAND_WIDTH  # else on a line of its own, fit to be copied
+            whole = len(part.note) + len(part.install) < COMMAND_WIDTH  # else on a separate line, easy to copy
             text.append(": " if whole else ":\n").append(part.install, "bold cyan")
         able.add_row(part.name, Text("yes", "green") if part.runs else Text("no", "red"), text)
     hurts = Table.grid(padding=(0, 1))
@@ -226,7 +226,7 @@ def _cluster(machine: Machine) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes for people: 64 MiB, 1.5 GiB, 252 GiB."""
+    """Format bytes: 64 MiB, 1.5 GiB, 252 GiB."""
     gib = count / GIB
     return f"{count / 2**20:.0f} MiB" if gib < 1 else f"{gib:.1f} GiB" if gib < 10 else f"{gib:.0f} GiB"
 

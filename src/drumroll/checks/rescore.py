@@ -1,4 +1,4 @@
-"""Scores the recorded samples of a run again, with changed rewards."""
+"""Scores the recorded samples of a run again, with the rewards of a changed config."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ AT_ONCE = 64
 
 
 async def rescore(run: RunReader, config: RunConfig) -> Table:
-    """Score every recorded sample again, write the rows to `rescored/`, and compare."""
+    """Score every recorded sample again, write the rows to `rescored/`, and return a table of old and new rewards."""
     files = [file.path for file in run.rollouts()]
     if not files:
         raise StoreError(f"{run.path} has no recorded rollouts to score again.")
     search(config.import_from)
     asks = config.roles.judge is not None or config.roles.reward_model is not None
-    workers = await open_workers(config) if asks else None  # else no model is needed
+    workers = await open_workers(config) if asks else None  # other rewards need no model
     rollout = config.rollout_section()
     pool = KillablePool(rollout.reward_workers)
     scorer = (
@@ -73,7 +73,7 @@ async def _again(row: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
     messages = tuple(json.loads(content)) if content.startswith("[{") else content
     prompt = Prompt(row["prompt_id"], row["domain"], messages, (), row["columns"])
     stop = StopReason(row["stop"]) if row["stop"] else None
-    given = {name: value for name, value in row["rewards"].items() if name == ENVIRONMENT}  # an episode is not played again
+    given = {name: value for name, value in row["rewards"].items() if name == ENVIRONMENT}  # episodes are not replayed
     sample = Sample(prompt, 0, 0, completion=row["completion"], stop=stop, rewards=given)
     await scorer.score(sample)
     failure = sample.failure

@@ -77,7 +77,7 @@ class _Chunk(NamedTuple):
     row: _Row
     start: int
     tokens: list[int]
-    places: tuple[list[int], list[int]]
+    page_slots: tuple[list[int], list[int]]
 
 
 class NativeEngine:
@@ -400,7 +400,7 @@ class NativeEngine:
 
     def _extend(self, row: _Row, tokens: list[int]) -> tuple[list[int], list[int]] | None:
         """Reserve pages for a row's next tokens. If there is no room, preempt the youngest rows, but never an older one."""
-        while (places := self._pages.extend(row.chain, tokens)) is None:
+        while (page_slots := self._pages.extend(row.chain, tokens)) is None:
             youngest = self._oldest_first()[-1]
             if youngest is row:
                 return None
@@ -409,7 +409,7 @@ class NativeEngine:
             self._rows = [None if each is youngest else each for each in self._rows]
             self._waiting.appendleft(youngest)
             self.preempted += 1
-        return places
+        return page_slots
 
     def _prefill(self) -> None:
         """Compute rows that lack more than their last token: a bounded number of tokens, equal sequences only once."""
@@ -427,10 +427,10 @@ class NativeEngine:
             if budget > 0 and row.chain.length == 0:
                 row.chain = self._pages.match(tokens, row.chain.slot)
             start, count = row.chain.length, min(row.pending, budget)
-            if row.pending == 1 or count == 0 or (places := self._extend(row, tokens[start : start + count])) is None:
+            if row.pending == 1 or count == 0 or (page_slots := self._extend(row, tokens[start : start + count])) is None:
                 continue
             budget -= count
-            chunks.append(_Chunk(row, start, tokens[start : start + count], places))
+            chunks.append(_Chunk(row, start, tokens[start : start + count], page_slots))
         for batch in [[c] for c in chunks] if self.fixed_shape else [chunks] if chunks else []:
             self._compute(batch, followers)
 
@@ -442,9 +442,9 @@ class NativeEngine:
         chunks = sorted(chunks, key=lambda chunk: chunk.start > 0)
         layout = Prefill(
             self._cache,
-            self._page_slots([p for c in chunks for p in c.places[0]], [o for c in chunks for o in c.places[1]]),
+            self._page_slots([p for c in chunks for p in c.page_slots[0]], [o for c in chunks for o in c.page_slots[1]]),
             [len(c.tokens) for c in chunks if c.start == 0],
-            [(len(c.tokens), self._page_slots(*c.row.chain.places())) for c in chunks if c.start > 0],
+            [(len(c.tokens), self._page_slots(*c.row.chain.page_slots())) for c in chunks if c.start > 0],
         )
         tokens = torch.tensor([t for c in chunks for t in c.tokens], device=self.device)
         self.prefilled += len(tokens)
@@ -467,9 +467,9 @@ class NativeEngine:
         if not self.fixed_shape:
             row.chain = self._pages.share(leader.chain, row.chain.slot)
             return
-        places = self._pages.extend(row.chain, row.tokens())
-        assert places is not None
-        self._cache.copy(self._page_slots(*leader.chain.places()), self._page_slots(*places))
+        page_slots = self._pages.extend(row.chain, row.tokens())
+        assert page_slots is not None
+        self._cache.copy(self._page_slots(*leader.chain.page_slots()), self._page_slots(*page_slots))
 
     def _page_slots(self, pages: list[int], offsets: list[int]) -> PageSlots:
         return PageSlots(pages, offsets, self.device)
@@ -478,8 +478,8 @@ class NativeEngine:
         """Decode one token for every row that lacks only its last."""
         ready: dict[int, tuple[int, int]] = {}
         for row in self._oldest_first():
-            if row.pending == 1 and row.admitted and (places := self._extend(row, [row.last_token])) is not None:
-                ready[row.arrival] = (places[0][0], places[1][0])
+            if row.pending == 1 and row.admitted and (page_slots := self._extend(row, [row.last_token])) is not None:
+                ready[row.arrival] = (page_slots[0][0], page_slots[1][0])
         rows = [row for row in self._rows if row is not None and row.arrival in ready]
         if not rows:
             return

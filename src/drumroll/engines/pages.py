@@ -54,7 +54,7 @@ class Chain:
         self.starts.append(self.length)
         self.length += count
 
-    def places(self) -> tuple[list[int], list[int]]:
+    def page_slots(self) -> tuple[list[int], list[int]]:
         """Return the page and offset of every token."""
         pages = [i for i, count in zip(self.ids, self.counts, strict=True) for _ in range(count)]
         return pages, [offset for count in self.counts for offset in range(count)]

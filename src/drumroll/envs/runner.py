@@ -9,8 +9,6 @@ and reports a process that grows too large, which is then replaced.
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import io
 import os
@@ -27,7 +25,6 @@ from drumroll.rewards import BadReward, check_value
 
 INFO = ("success", "effective", "malformed", "state", "tool_error")
 """The keys that are read from a step's `info`."""
-BUILT_IN = "drumroll.envs.builtin"
 T = TypeVar("T")
 
 
@@ -53,8 +50,8 @@ def agent_path(use: str) -> str | None:
 
 def exists(name: str) -> bool:
     """Return whether an environment of this name is registered. The first lookup imports the built-ins."""
-    if ":" not in name and name not in ENVIRONMENTS.parts and importlib.util.find_spec(BUILT_IN) is not None:
-        importlib.import_module(BUILT_IN)
+    if ":" not in name and name not in ENVIRONMENTS.parts:
+        from drumroll.envs import builtin  # noqa: F401  registers the built-ins
     return name in ENVIRONMENTS.parts
 
 

@@ -21,9 +21,11 @@ class FailureCause:
     text: str
     traceback: str
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return the text with the traceback."""
         return f"{self.text}\n{self.traceback}" if self.traceback else self.text
+
+    told = describe  # the name that `drumroll rollout` in cli.py still calls
 
 
 def by_cause(found: Iterable[tuple[str, str, str]]) -> list[FailureCause]:
@@ -35,17 +37,17 @@ def by_cause(found: Iterable[tuple[str, str, str]]) -> list[FailureCause]:
     return sorted(failures, key=lambda failure: -failure.count)
 
 
-def complaints(samples: Sequence[Sample], told: set[str], most: int = 3) -> list[str]:
-    """Return lines for the terminal: failures always, their tracebacks and notes once in a run (`told` remembers them)."""
+def complaints(samples: Sequence[Sample], reported: set[str], most: int = 3) -> list[str]:
+    """Return lines for the terminal: failures always, their tracebacks and notes once in a run (`reported` holds them)."""
     failed = by_cause((s.id, str(s.failure), s.failure.traceback) for s in samples if s.failure is not None)
     lines = []
     for failure in failed[:most]:
-        shown = failure.text if failure.traceback in told else failure.told()
-        told.add(failure.traceback)
+        shown = failure.text if failure.traceback in reported else failure.describe()
+        reported.add(failure.traceback)
         lines.append(f"{failure.count} of {len(samples)} samples failed; the first is {failure.first}: {shown}")
     for failure in by_cause((s.id, str(note), "") for s in samples for note in s.notes if _matters(note, samples)):
-        if failure.cause not in told:
-            told.add(failure.cause)
+        if failure.cause not in reported:
+            reported.add(failure.cause)
             lines.append(f"{failure.count} of {len(samples)} samples, the first is {failure.first}: {failure.text}")
     return lines
 

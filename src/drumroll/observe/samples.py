@@ -26,5 +26,5 @@ def sample_table(run: RunReader, step: int | None, kind: str | None, domain: str
         texts = (row["id"], row["kind"], row["domain"], row["prompt"], row["completion"])
         table.add_row(*(escape(t) for t in texts), reward, row["stop"] or "–", row["fate"] or "–")
     failed = by_cause((r["id"], r["failure"], r["traceback"] or "") for r in rows if r["failure"])
-    tracebacks = (f"{t.count} failed; the first is {t.first}: {t.told()}" for t in failed if t.traceback)
+    tracebacks = (f"{t.count} failed; the first is {t.first}: {t.describe()}" for t in failed if t.traceback)
     return Group(table, *(Text(text) for text in tracebacks))
