@@ -305,7 +305,7 @@ def rollout(target: str, overrides: tuple[str, ...], human: bool, seed: int, bat
     for name, value in metrics.items():
         click.echo(f"{name:<40} {value:.4f}")
     for failure in by_cause(run.failures()):
-        click.echo(f"{failure.count} samples, the first is {failure.first}: {failure.told()}")
+        click.echo(f"{failure.count} samples, the first is {failure.first}: {failure.describe()}")
     click.echo(f"rollouts {run.path / 'rollouts'}\nlook     drumroll run samples {run.path}")
 
 

@@ -43,7 +43,7 @@ def test_missing_and_bad_recipes(drumroll, tmp_path):
     (tmp_path / "bad.yaml").write_text("a: [")
     mistake(drumroll("train", str(tmp_path / "bad.yaml")), "bad.yaml:1:", "not valid YAML")
     mistake(drumroll("trian"), "No such command 'trian'", "Did you mean 'train'?")
-    mistake(drumroll("train", "--resume", str(tmp_path)), "it is not a run directory")
+    mistake(drumroll("train", "--resume", str(tmp_path)), "is not a run directory: it has no config.yaml")
     mistake(drumroll("run", "status", "nowhere"), "there is no such directory")
 
 

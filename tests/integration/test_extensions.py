@@ -312,24 +312,32 @@ def test_a_learner_backend(beside, small, untimed):
     run = package.train(path)
     assert [rate for _, rate in sys.modules[name].STEPS] == [1e-3] * 4
     assert untimed(run) == untimed(package.train(small(name="torch", **same)))
-    with pytest.raises(
-        ConfigError, match=r"roles.actor.backend.*torhc.*input should be 'torch', or your own backend as module:function"
-    ):
+    with pytest.raises(ConfigError, match=r"roles.actor.backend.*'torch', or your own backend as module:function.*torhc"):
         package.train(small(name="wrong", roles={"actor": {"backend": "torhc"}}))
+
+
+ELSEWHERE = """
+from drumroll.learners.backend import BACKENDS
+
+@BACKENDS.register("elsewhere-NAME", shares_weights=SHARES, adapters=False)
+def elsewhere(spec):
+    return 1 / 0
+"""
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({}, "roles.actor.backend: elsewhere keeps its weights where engines of this process cannot use them"),
+        ({}, r"roles.actor.backend: own_.*:elsewhere keeps its weights where engines of this process cannot use them"),
         (
             {"lora": {"rank": 2}},
-            "roles.actor.lora needs a backend that trains adapters, which roles.actor.backend: elsewhere does not",
+            r"roles.actor.lora needs a backend that trains adapters, which roles.actor.backend: own_.*:elsewhere does not",
         ),
     ],
 )
-def test_a_learner_backends_traits_are_held(small, monkeypatch, changes, sentence):
+def test_a_learner_backends_traits_are_held(beside, small, tmp_path, monkeypatch, changes, sentence):
     monkeypatch.setattr(BACKENDS, "parts", dict(BACKENDS.parts))
-    BACKENDS.register("elsewhere", shares_weights="lora" in changes, adapters=False)(lambda spec: 1 / 0)
+    text = ELSEWHERE.replace("SHARES", str("lora" in changes)).replace("NAME", tmp_path.name)
+    _, path = beside(text, lambda name: small(roles={"actor": {"backend": f"{name}:elsewhere", **changes}}))
     with pytest.raises(ConfigError, match=sentence):
-        package.train(small(roles={"actor": {"backend": "elsewhere", **changes}}))
+        package.train(path)

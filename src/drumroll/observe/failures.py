@@ -25,8 +25,6 @@ class FailureCause:
         """Return the text with the traceback."""
         return f"{self.text}\n{self.traceback}" if self.traceback else self.text
 
-    told = describe  # the name that `drumroll rollout` in cli.py still calls
-
 
 def by_cause(found: Iterable[tuple[str, str, str]]) -> list[FailureCause]:
     """Group failures and notes (sample, text, traceback) by kind and traceback; the most frequent first."""
