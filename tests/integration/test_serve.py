@@ -341,8 +341,8 @@ def test_a_run_samples_as_it_does_and_says_once_what_it_ignores():
         async with opened() as house, house.client() as client:
             served, notices = house.callers.served, []
             served.notify = notices.append
-            client = EngineClient(house.router.generate, served.spell, "s")
-            own = Caller("s", served, client, Sampling(0.0, 5), lambda number, index, asked: number, fixed=True, turns=3)
+            engines = EngineClient(house.router.generate, served.spell, "s")
+            own = Caller("s", served, engines, Sampling(0.0, 5), lambda number, index, asked: number, fixed=True, turns=3)
             house.endpoint.find = lambda name: own
             for most in (50, 50, 2):
                 wanted = {"temperature": 2.0, "presence_penalty": 1.0, "top_p": 1.0, "seed": 3}
