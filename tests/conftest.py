@@ -135,6 +135,9 @@ def ray_cluster() -> Iterator[Any]:
     """One Ray of two machines, each with 8 cores and 2 made-up GPUs, for all tests: starting it takes longer than most of them."""
     from ray.cluster_utils import Cluster
 
+    from drumroll.workers.ray_group import NICENESS
+
+    os.environ.setdefault(NICENESS, "0")
     machine = {"num_cpus": 8, "num_gpus": 2, "object_store_memory": 2**28}
     made = Cluster(True, head_node_args=machine | {"include_dashboard": False})
     try:

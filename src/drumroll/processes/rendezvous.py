@@ -37,7 +37,6 @@ class Rendezvous:
     host: str
     port: int
     addresses: tuple[str, ...]
-    generation: int = 0
 
 
 class MeetingError(DrumrollError, RuntimeError):

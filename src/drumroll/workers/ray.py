@@ -155,19 +155,19 @@ class RayWorkers(Workers):
 
     def _learners(self, role: LearnerRole) -> RayGroup[LearnerWorker]:
         """The ranks of a learning role, which meet at a store of the controller."""
-        group = self._group(Role(role), partial(make_learner_worker, role, self._rendezvous(role, 0)), self._stops)
+        group = self._group(Role(role), partial(make_learner_worker, role, self._rendezvous(role)), self._stops)
         self._learner_groups[role] = group
         return group
 
-    def _rendezvous(self, role: LearnerRole, generation: int) -> Rendezvous | None:
-        """A new store for a generation of a role; None for a rank alone."""
+    def _rendezvous(self, role: LearnerRole) -> Rendezvous | None:
+        """A new store for the next generation of a role; None for a rank alone."""
         devices = self.layout.devices[role]
         if len(devices) == 1:
             return None
         here, addresses = self.runtime.host_of(), tuple(self.runtime.host_of(d) for d in devices)
         host = LOOPBACK if set(addresses) == {here} else here
         self._stores[role] = open_store(host)
-        return Rendezvous(host, self._stores[role].port, addresses, generation)
+        return Rendezvous(host, self._stores[role].port, addresses)
 
     @override
     async def renew_learners(self) -> None:
@@ -175,8 +175,8 @@ class RayWorkers(Workers):
             for role, group in self._learner_groups.items():
                 if await group.living() and all(await group.broadcast(LearnerWorker.together)):
                     continue
-                rendezvous = self._rendezvous(role, group.generation + 1)
-                await group.renew(self._factories(Role(role), partial(make_learner_worker, role, rendezvous)))
+                make = partial(make_learner_worker, role, self._rendezvous(role))
+                await group.renew(self._factories(Role(role), make))
                 self._members = frozenset()  # engines connect with the actor's new first rank
 
     def _engine_pool_of(

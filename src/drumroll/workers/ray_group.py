@@ -75,6 +75,8 @@ def _gpu() -> str:
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
+NICENESS = "RAY_worker_niceness"
+"""Ray starts workers at niceness 15: beside any other work on the machine they would hardly run."""
 ACTOR: Any = ray.remote(_Server)
 GPU: Any = ray.remote(_gpu)
 ADDRESS: Any = ray.remote(address_of)
@@ -244,6 +246,7 @@ def _connect(address: str | None, pool: Pool | None, namespace: str) -> None:
         except (OSError, ValueError, RuntimeError) as error:
             raise ClusterError(f"There is no Ray cluster at '{address}': {error}") from error
         return
+    os.environ.setdefault(NICENESS, "0")
     cpus = max(sum(d.threads for d in pool.devices) if pool else 0, os.cpu_count() or 1)
     remote, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False  # else it listens on all addresses
     try:
