@@ -16,6 +16,8 @@ BUILT_IN_MODELS = ("tiny", "tiny-random")
 """Models that ship with the package (`models/tiny.py`)."""
 
 
+LearnerRole = Literal["actor", "reference", "teacher", "critic"]
+"""Roles that compute gradients or log-probs."""
 LEARNER_BACKENDS = ("torch",)
 """The built-in backends of learners (`learners/backends/`)."""
 LOCAL_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -50,6 +52,26 @@ class LoraConfig(Section):
     """Names of the layers that get one, or `all-linear`."""
 
 
+class ParallelConfig(Section):
+    """How the devices of a training role divide its work: numbers of devices, which multiply to those that the role has."""
+
+    data: int | None = Field(None, ge=1)
+    """Replicas, each on shard × tensor devices and with its own part of every batch. Default: as many as the devices hold."""
+    shard: int = Field(1, ge=1)
+    """Devices that share one replica's weights, gradients and optimizer state (FSDP, ZeRO-3), each with its own part of every batch."""
+    tensor: int = Field(1, ge=1)
+    """Devices that compute every layer together, each with a part of its heads, columns and vocabulary."""
+    reshard: bool = True
+    """shard: free a layer's gathered weights after its forward pass, and gather them again for the backward pass: less memory, more traffic."""
+    accumulate: Literal["sharded", "local"] = "sharded"
+    """shard: sum gradients over ranks after every micro-batch, or (`local`) after the last one only: less traffic, but whole gradients on every rank."""
+
+    def sizes(self) -> dict[str, int]:
+        """The axes of more than one device."""
+        sizes = {"data": self.data or 1, "shard": self.shard, "tensor": self.tensor}
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+
 class ActorRole(Section):
     """The policy being trained."""
 
@@ -61,6 +83,8 @@ class ActorRole(Section):
     """On ray, devices of the pool: a range (`0-11`, `"0-7,12-15"`, device 3 alone is `3-3`) or a count (`4`); `auto` takes all. On local: `cpu`, `cuda` or `cuda:N`; `auto` takes CUDA where there is one."""
     dtype: Dtype = "float32"
     """Type of the working weights. With bfloat16 the optimizer keeps float32 master weights and gradients beside them: 18 bytes a parameter during an update."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How its devices divide the work, for example {shard: 8} or {shard: 4, tensor: 2}. Default: a whole replica on each."""
     lora: LoraConfig | None = None
     """Train adapters only. Default: all weights."""
     recompute_activations: bool = False
@@ -74,6 +98,8 @@ class CriticRole(Section):
     """Model its body starts from. Default: the top-level `model`."""
     devices: Devices = None
     """On ray a range, a count, or a role to share with; on local `cpu`, `cuda` or `cuda:N`. Default: the actor's."""
+    parallel: ParallelConfig | None = None
+    """As for the actor. Default: the actor's `shard` and `tensor`."""
     dtype: Dtype = "float32"
     """As for the actor."""
     recompute_activations: bool = False
@@ -108,6 +134,8 @@ class ReferenceRole(Section):
     """Model of this role. Default: the top-level `model`."""
     devices: Devices = None
     """On ray a range, a count, or a role to share with; on local `cpu`, `cuda` or `cuda:N`. Default: the actor's."""
+    parallel: ParallelConfig | None = None
+    """As for the actor. Default: the actor's `shard` and `tensor`."""
     dtype: Dtype | None = None
     """Type of its weights. Default: the actor's, so that the KL of a policy to itself is 0."""
 

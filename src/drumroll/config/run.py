@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -16,7 +17,7 @@ from drumroll.config.environment import NONE, EnvironmentConfig
 from drumroll.config.eval import EvalConfig
 from drumroll.config.optim import OptimConfig
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig, RewardSpec, normalise
-from drumroll.config.roles import LOCAL_DEVICE, RolesConfig
+from drumroll.config.roles import LOCAL_DEVICE, LearnerRole, ParallelConfig, RolesConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.config.sandbox import SandboxConfig
 from drumroll.config.section import Section
@@ -129,6 +130,14 @@ class RunConfig(Section):
                     f"roles.{role}.devices: {devices} is for the local runtime; with cluster.runtime: ray a role runs on devices of the "
                     f"pool: cluster.kind says GPU or CPU, roles.{role}.devices which of them, for example 0-3"
                 )
+            parallel = getattr(getattr(self.roles, role), "parallel", None)
+            sizes = {} if not isinstance(parallel, ParallelConfig) else parallel.sizes()
+            if local and sizes:
+                asked = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+                raise ValueError(
+                    f"roles.{role}.parallel: {asked} needs {math.prod(sizes.values())} devices, but the local runtime has one; "
+                    "set cluster.runtime: ray"
+                )
 
     def _check_engine(self) -> None:
         """Refuse what the engine backend does not support, by its traits."""
@@ -161,9 +170,14 @@ class RunConfig(Section):
             return {domain: normalise(spec) for domain, spec in self.reward.items()}
         return {ALL_DOMAINS: normalise(self.reward)}
 
-    def role_model(self, role: Literal["actor", "reference", "teacher", "critic"]) -> str:
+    def role_model(self, role: LearnerRole) -> str:
         """The model a role plays with."""
         return getattr(self.roles, role).model or self.model
+
+    def parallel(self, role: LearnerRole) -> ParallelConfig:
+        """How the devices of a training role divide its work: by its own section, else by the actor's `shard` and `tensor`."""
+        own: ParallelConfig | None = getattr(self.roles, role).parallel
+        return self.roles.actor.parallel.model_copy(update={"data": None}) if own is None else own
 
     def engine_traits(self) -> EngineTraits:
         """What the engine backend supports; imports an engine of the user's own."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drumroll.batch import Batch
 from drumroll.config.optim import OptimConfig
-from drumroll.config.roles import LoraConfig
+from drumroll.config.roles import LoraConfig, ParallelConfig
 from drumroll.learners.heads import Head, Settings
 from drumroll.learners.ranks import Ranks
 from drumroll.learners.statistics import Statistics
@@ -129,6 +129,7 @@ class LearnerSpec:
     seed: int = 0
     recompute_activations: bool = False
     lora: LoraConfig | None = None
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # the sizes are those of `ranks.mesh`; the rest says how
 
 
 BACKENDS: Registry[Callable[[LearnerSpec], Backend]] = Registry("roles.actor.backend")

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from drumroll.algorithms import REFERENCE, TEACHER, VALUES
 from drumroll.config import RunConfig
+from drumroll.config.roles import LearnerRole
 from drumroll.errors import ConfigError
 from drumroll.placement.devices import DeviceRequest, Kind, Pool
 
@@ -15,20 +16,27 @@ def requests(config: RunConfig, needs: Collection[str]) -> list[DeviceRequest]:
     """What each role of the run asks of the pool, given what the algorithm needs."""
     roles = config.roles
     asked = [
-        DeviceRequest("actor", roles.actor.devices, spreads=True),
+        _learner(config, "actor"),
         DeviceRequest("rollout", roles.rollout.devices, {str(k): v for k, v in roles.rollout.parallel.items()}),
     ]
     if REFERENCE in needs and not adapters_off(config):
-        asked.append(DeviceRequest("reference", roles.reference.devices, spreads=True))
+        asked.append(_learner(config, "reference"))
     if TEACHER in needs:
-        asked.append(DeviceRequest("teacher", roles.teacher.devices, spreads=True))
+        asked.append(_learner(config, "teacher"))
     if VALUES in needs:
-        asked.append(DeviceRequest("critic", roles.critic.devices, spreads=True))
+        asked.append(_learner(config, "critic"))
     if roles.judge is not None and roles.judge.url is None:
         asked.append(DeviceRequest("judge", roles.judge.devices))
     if roles.reward_model is not None:
         asked.append(DeviceRequest("reward_model", roles.reward_model.devices))
     return asked
+
+
+def _learner(config: RunConfig, role: LearnerRole) -> DeviceRequest:
+    """What a training role asks of the pool; without a `data` of its own, replicas fill its devices."""
+    parallel = config.parallel(role)
+    sizes = {"shard": parallel.shard, "tensor": parallel.tensor} | ({} if parallel.data is None else {"data": parallel.data})
+    return DeviceRequest(role, getattr(config.roles, role).devices, sizes, spreads=True)
 
 
 def adapters_off(config: RunConfig) -> bool:

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from drumroll.algorithms import REFERENCE
 from drumroll.config import RunConfig
+from drumroll.config.roles import LearnerRole
 from drumroll.engines import EngineLost
 from drumroll.engines.router import Router
 from drumroll.errors import NoEngines
@@ -48,7 +49,6 @@ from drumroll.workers.ray_workers import (
     make_engine_worker,
     make_learner_worker,
 )
-from drumroll.workers.roles import LearnerRole
 from drumroll.workers.runtime import Workers, configure_torch, needs_of
 from drumroll.workers.server import WorkerLost
 

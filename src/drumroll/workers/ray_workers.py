@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from drumroll.config import RunConfig
-from drumroll.config.roles import LoraConfig
+from drumroll.config.roles import LearnerRole, LoraConfig
 from drumroll.engines import Completion, Engine, Request
 from drumroll.learners import Learner
 from drumroll.learners.ranks import Ranks
@@ -35,7 +35,6 @@ from drumroll.workers import roles
 from drumroll.workers.batch_builder import BatchBuilder
 from drumroll.workers.group import Role
 from drumroll.workers.ray_group import RayGroup
-from drumroll.workers.roles import LearnerRole
 from drumroll.workers.runtime import configure_torch, open_algorithm
 from drumroll.workers.server import WorkerLost
 

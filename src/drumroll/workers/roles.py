@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from drumroll.config import RunConfig
-from drumroll.config.roles import ActorRole, CriticRole, JudgeRole, ReferenceRole, RewardModelRole
+from drumroll.config.roles import ActorRole, CriticRole, JudgeRole, LearnerRole, ReferenceRole, RewardModelRole
 from drumroll.engines import Engine, EngineSetup, find_backend
 from drumroll.engines.native import NativeEngine
 from drumroll.errors import ConfigError
@@ -22,8 +22,6 @@ from drumroll.workers.group import Role
 from drumroll.workers.runtime import context_length
 
 L = TypeVar("L", bound=Learner)
-LearnerRole = Literal["actor", "reference", "teacher", "critic"]
-"""Roles that compute gradients or log-probs."""
 
 
 def local_device(config: RunConfig, section: ActorRole | ReferenceRole | CriticRole | JudgeRole | RewardModelRole) -> str:
@@ -48,6 +46,7 @@ def open_learner(config: RunConfig, role: LearnerRole, ranks: Ranks = ALONE, kin
         seed=config.seed,
         recompute_activations=getattr(section, "recompute_activations", False),
         lora=config.roles.actor.lora if role == "actor" else None,
+        parallel=config.parallel(role),
     )
     return kind(find_learner_backend(config.roles.actor.backend)(spec), optim, head, total_steps=config.steps)
 
