@@ -31,6 +31,11 @@ FAMILIES = {
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
+def forward(learner, batch, settings):
+    """The head's numbers at the trained tokens."""
+    return learner.backend._forward(learner.backend._inputs(batch, settings))
+
+
 def make(family, dtype=torch.float64, *, own_norms=False):
     attention.register()
     torch.manual_seed(0)
@@ -48,7 +53,7 @@ def shares(batch):
 
 def ours(model, batch):
     learner = torch_learner(model, OptimConfig(), total_steps=1)
-    logprobs, entropy = learner.backend._forward(batch, Settings(0.7, True))
+    logprobs, entropy = forward(learner, batch, Settings(0.7, True))
     weights = shares(batch)
     (logprobs * weights[0] + entropy * weights[1]).sum().backward()
     return torch.cat([p.grad.flatten() for p in learner.backend.master])
@@ -116,7 +121,7 @@ def test_any_groups_cut_anywhere(made, budget):
         micro = batch.select(chunk)
         where = torch.cat([torch.arange(starts[t], starts[t] + int(batch.lengths[t])) for t in chunk])[micro.mask]
         if len(where):
-            logprobs, entropy = learner.backend._forward(micro, Settings(0.7, True))
+            logprobs, entropy = forward(learner, micro, Settings(0.7, True))
             (logprobs * weights[0, where] + entropy * weights[1, where]).sum().backward()
     found = torch.cat([p.grad.flatten() for p in model.module.parameters()])
     truth = plain(make("gemma3"), batch)
@@ -137,8 +142,8 @@ def test_values_under_a_shared_prompt_are_those_of_every_sequence_alone():
     learner = torch_learner(value_model(make("llama")), OptimConfig(), total_steps=1)
     torch.nn.init.normal_(learner.backend.model.module.head.weight)
     batch = pack(random_groups())
-    alone = torch.cat([learner.backend._forward(batch.select([t]), Settings())[0] for t in range(batch.num_traces)])
-    assert (learner.backend._forward(batch, Settings())[0] - alone).abs().max() < 1e-12
+    alone = torch.cat([forward(learner, batch.select([t]), Settings())[0] for t in range(batch.num_traces)])
+    assert (forward(learner, batch, Settings())[0] - alone).abs().max() < 1e-12
 
 
 class Largest(TorchDispatchMode):

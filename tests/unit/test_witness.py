@@ -102,7 +102,7 @@ def test_the_witness_has_a_layer_of_every_kind(family, depth):
     assert config.num_hidden_layers == depth
     assert getattr(config, "sliding_window", None) in (None, 8)
     made = hf.AutoModelForCausalLM.from_config(config)
-    parts = [{type(part) for layer in witness._layers(m) for part in layer.modules()} for m in (module(family), made)]
+    parts = [{type(part) for layer in witness.decoder_layers(m) for part in layer.modules()} for m in (module(family), made)]
     assert parts[0] == parts[1]
     assert set(witness.kinds(made)) == set(witness.kinds(module(family)))
     assert sum(p.numel() for p in made.parameters()) < 2e6

@@ -66,7 +66,7 @@ class LogProbHead:
         return model
 
     def scorer(self, model: LoadedModel) -> nn.Module:
-        return LogProbModel(model.module)
+        return LogProbModel(model.module, model.parallel)
 
     def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
         assert not isinstance(loss, ValueLoss)

@@ -89,6 +89,12 @@ class Ranks:
                         own.copy_(part.view_as(own))
                     bucket = []
 
+    def total(self, number: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks."""
+        with self.failing_together():
+            self._reduce(number, dist.ReduceOp.SUM, self.group)
+            return number
+
     def most(self, number: int) -> int:
         """The largest number that any rank gives."""
         if not self.met:

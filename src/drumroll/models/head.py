@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from drumroll.models.tensor_parallel import TensorParallel, VocabularyScore, enter_block
+
 ROWS = 1024
 """Rows of logits at a time. With more rows than this they are computed again in the backward pass."""
 
@@ -33,7 +35,8 @@ class _Given(nn.Module):
 class LanguageModelHead:
     """A language model's head alone. `output` is the type that the model's body returns."""
 
-    def __init__(self, module: Any, output: type) -> None:
+    def __init__(self, module: Any, output: type, parallel: TensorParallel | None = None) -> None:
+        self.parallel = parallel
         self.module = copy.copy(module)  # shares the weights; only the list of children is another
         self.module._modules = {**module._modules, module.base_model_prefix: _Given(output)}
 
@@ -44,8 +47,14 @@ class LanguageModelHead:
 
         def chunk(some: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
             logits = self.module(inputs_embeds=some[None], use_cache=False).logits[0]
-            return _score(logits, tokens, temperature, entropy_gradient=entropy_gradient)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+            if self.parallel is None:
+                return _score(logits, tokens, entropy_gradient=entropy_gradient)
+            logprobs, entropy = VocabularyScore.apply(logits, tokens, self.parallel.vocabulary, self.parallel.group)
+            return logprobs, entropy if entropy_gradient else entropy.detach()
 
+        if self.parallel is not None and hidden.requires_grad:
+            hidden = enter_block(hidden, self.parallel.group)
         if len(hidden) <= rows:
             return chunk(hidden, chosen)
         parts: list[Any] = [
@@ -62,28 +71,39 @@ class LogProbModel(nn.Module):
     Wrappers that gather parameters around a forward pass (FSDP) see every use of a parameter, because all are in it.
     """
 
-    def __init__(self, language_model: Any) -> None:
+    def __init__(self, language_model: Any, parallel: TensorParallel | None = None) -> None:
         super().__init__()
         self.language_model = language_model
+        self.parallel = parallel
 
     @override
     def forward(
         self, tokens: Tensor, layout: Any, before: Tensor, chosen: Tensor, temperature: float, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        return score(self.language_model, tokens, layout, before, chosen, temperature, entropy_gradient=entropy_gradient)
+        inputs = tokens, layout, before, chosen, temperature
+        logprobs, entropy = score(self.language_model, *inputs, entropy_gradient=entropy_gradient, parallel=self.parallel)
+        return logprobs.clone(), entropy  # no view of another tensor: FSDP hangs its hooks on outputs
 
 
 def score(
-    module: Any, tokens: Tensor, layout: Any, before: Tensor, chosen: Tensor, temperature: float, *, entropy_gradient: bool
+    module: Any,
+    tokens: Tensor,
+    layout: Any,
+    before: Tensor,
+    chosen: Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool,
+    parallel: TensorParallel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of chosen tokens, each after the node before it. `layout` says what the nodes attend to."""
     out = module.base_model(input_ids=tokens[None], position_ids=layout.positions(), use_cache=False, layout=layout)
     hidden = out.last_hidden_state[0].index_select(0, before)
-    return LanguageModelHead(module, type(out))(hidden, chosen, temperature, entropy_gradient=entropy_gradient)
+    return LanguageModelHead(module, type(out), parallel)(hidden, chosen, temperature, entropy_gradient=entropy_gradient)
 
 
-def _score(logits: Tensor, chosen: Tensor, temperature: float, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    distribution = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
+def _score(logits: Tensor, chosen: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    distribution = torch.log_softmax(logits, dim=-1)
     logprobs = distribution.gather(1, chosen[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(distribution.exp() * distribution).sum(-1)

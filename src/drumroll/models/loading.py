@@ -17,6 +17,8 @@ from torch import Tensor
 from drumroll.config.roles import BUILT_IN_MODELS
 from drumroll.errors import ConfigError, HubError, ModelError, did_you_mean
 from drumroll.models import attention, tiny, witness
+from drumroll.models.blocks import BlocksInFiles, BlocksInMemory, BlockSource, parameters_on_meta
+from drumroll.models.tensor_parallel import TensorParallel
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -29,6 +31,7 @@ class LoadedModel:
     module: Any
     tokenizer: Any
     eos: frozenset[int]
+    parallel: TensorParallel | None = None  # how it is divided over ranks that compute it together
 
 
 def pick_device(device: str) -> torch.device:
@@ -62,6 +65,48 @@ def load(
     if recompute_activations:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     return LoadedModel(module, tokenizer, _eos(module.generation_config, tokenizer))
+
+
+def load_empty(name: str, *, dtype: str, seed: int = 0, recompute_activations: bool = False) -> tuple[LoadedModel, BlockSource]:
+    """The same with parameters on the meta device, and where to read blocks of their values."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    _quiet_transformers()
+    attention.register()
+    if name == "tiny-random":
+        whole = load(name, dtype=dtype, seed=seed)
+        config, tokenizer, source = whole.module.config, whole.tokenizer, BlocksInMemory(whole.module.state_dict())
+        generation = whole.module.generation_config
+    else:
+        folder = _downloaded(str(tiny.SHIPPED) if name == "tiny" else name)
+        config = _pretrained(str(folder), AutoConfig.from_pretrained)
+        tokenizer, source = _pretrained(str(folder), AutoTokenizer.from_pretrained), BlocksInFiles(folder)
+        generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+    with parameters_on_meta():
+        module: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    module.tie_weights()
+    module.generation_config = generation or GenerationConfig.from_model_config(config)
+    if dtype == "bfloat16" and (kept := getattr(module, "_keep_in_fp32_modules", None)):
+        raise ModelError(
+            f"model: {name} keeps {', '.join(kept)} in float32, which ranks that divide a model do not; use dtype: float32."
+        )
+    witness.prove(module)
+    module.set_attn_implementation(attention.NAME)
+    module.eval()
+    if recompute_activations:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+    return LoadedModel(module, tokenizer, _eos(module.generation_config, tokenizer)), source
+
+
+def _downloaded(name: str) -> Path:
+    """The directory of a model, downloaded if it is a hub id."""
+    from huggingface_hub import snapshot_download
+
+    source = Path(find(name)).expanduser()
+    if source.exists():
+        return source
+    files = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+    return Path(_pretrained(name, lambda found: snapshot_download(found, allow_patterns=files)))
 
 
 def load_tokenizer(name: str) -> Any:

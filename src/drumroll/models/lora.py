@@ -3,22 +3,53 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from drumroll.config.roles import LoraConfig
 from drumroll.errors import ConfigError, ModelError
+from drumroll.models.blocks import parameters_on_meta
 from drumroll.models.loading import LoadedModel
 
+BASE = ".base_layer."
+"""What peft adds to the name of a layer that has an adapter."""
 
-def add_adapters(model: LoadedModel, config: LoraConfig) -> None:
-    """Freeze the weights and put trainable adapters beside them; they change nothing until trained."""
+
+def add_adapters(model: LoadedModel, config: LoraConfig, *, empty: bool = False) -> None:
+    """Freeze the weights and put trainable adapters beside them; they change nothing until trained.
+
+    With `empty` their parameters are on the meta device, like those of the model.
+    """
     try:
-        model.module.add_adapter(_peft(config))
+        with parameters_on_meta() if empty else nullcontext():
+            model.module.add_adapter(_peft(config))
     except ValueError as error:
         raise ModelError(f"roles.actor.lora: {str(error).strip().splitlines()[0]}") from error
+    if not empty:
+        with torch.no_grad():
+            for name, parameter in model.module.named_parameters():
+                if is_adapter(name):
+                    parameter.copy_(first_adapter(name, tuple(parameter.shape)))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return ".lora_" in name
+
+
+def first_adapter(name: str, shape: tuple[int, ...]) -> Tensor:
+    """The value that an adapter's parameter starts from, the same on every layout: B is 0, A is drawn as peft draws it."""
+    if ".lora_A." not in name:
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed((torch.initial_seed() + zlib.crc32(name.encode())) % 2**63)
+    bound = shape[1] ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def _peft(config: LoraConfig) -> Any:

@@ -12,6 +12,9 @@ from typing_extensions import override
 from drumroll.models.loading import LoadedModel
 from drumroll.models.prefix_tree import PrefixTree
 
+BODY = "body"
+"""The name of the language model's body in a value model."""
+
 
 class ValueModel(nn.Module):
     """Token tree in, one number for each chosen token out: the value before it; 0 everywhere before training."""

@@ -56,7 +56,7 @@ def prove(module: Any) -> None:
 
 def kinds(module: Any) -> list[str]:
     """The kind of every layer: its entry in the config's `layer_types`, or its class."""
-    text, layers = module.config.get_text_config(), _layers(module)
+    text, layers = module.config.get_text_config(), decoder_layers(module)
     named = getattr(text, "layer_types", None) or ()
     return [str(named[i]) if i < len(named) else type(layer).__name__ for i, layer in enumerate(layers)]
 
@@ -64,7 +64,7 @@ def kinds(module: Any) -> list[str]:
 # --- the small model ---
 
 
-def _layers(module: Any) -> nn.ModuleList:
+def decoder_layers(module: Any) -> nn.ModuleList:
     """The decoder layers."""
     count = module.config.get_text_config().num_hidden_layers
     for part in module.base_model.modules():
@@ -75,7 +75,7 @@ def _layers(module: Any) -> nn.ModuleList:
 
 def _depth(module: Any) -> int:
     """How many of the first layers include one of every kind."""
-    signatures = [(kind, _signature(layer)) for kind, layer in zip(kinds(module), _layers(module), strict=True)]
+    signatures = [(kind, _signature(layer)) for kind, layer in zip(kinds(module), decoder_layers(module), strict=True)]
     return 1 + max(signatures.index(one) for one in signatures)
 
 
@@ -229,7 +229,7 @@ class _Trial:
         self.start = [parameter.detach().clone() for parameter in model.parameters()]
         self.tokens = torch.randint(VOCAB, (45,), generator=torch.Generator().manual_seed(1))
         self.outputs: list[Tensor] = []  # of the layers, in the last run
-        for layer in _layers(model):
+        for layer in decoder_layers(model):
             layer.register_forward_hook(self._note)
 
     def _note(self, layer: nn.Module, given: Any, out: Any) -> None:
@@ -316,7 +316,7 @@ def _judge(trial: _Trial) -> str | None:
         problem = f"it does not run under drumroll's attention ({_first_line(error)})"
     if problem is None:
         return None
-    for i, (kind, layer, own) in enumerate(zip(kinds(trial.model), _layers(trial.model), trial.outputs, strict=False)):
+    for i, (kind, layer, own) in enumerate(zip(kinds(trial.model), decoder_layers(trial.model), trial.outputs, strict=False)):
         pairs = zip(SEQUENCES, outputs, strict=True)
         if any(_relative(own[0, nodes], theirs[i]) > TOLERANCE / 10 for nodes, theirs in pairs):
             return f"its layers of type {kind} ({type(layer).__name__}) {_why(features.get(i), effects)}"

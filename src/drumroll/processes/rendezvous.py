@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from drumroll.errors import ConfigError, DrumrollError
 
@@ -126,6 +127,11 @@ class GlooGroup(_ProcessGroup):
     shutdown = abort
 
     @property
+    def group_name(self) -> str:
+        """The name that torch gave it."""
+        return distributed_c10d._world.pg_names[self]
+
+    @property
     def gloo(self) -> Any:
         """The gloo group itself; None after leaving."""
         return self._gloo
@@ -136,16 +142,15 @@ class GlooGroup(_ProcessGroup):
         gloo = super().__getattribute__("_gloo")
         if gloo is None:
             raise dist.DistError("this process has left its gloo group")
-        return getattr(gloo, name)
+        return getattr(gloo, COLLECTIVES[name])
 
 
-COLLECTIVES = frozenset(
-    (
-        *("allreduce", "broadcast", "barrier", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base"),
-        *("gather", "scatter", "alltoall", "alltoall_base", "send", "recv", "allgather_into_tensor_coalesced"),
-    )
-)
-"""Methods of a process group that its gloo group answers."""
+COLLECTIVES = {
+    **{name: name for name in ("allreduce", "broadcast", "barrier", "allgather", "reduce_scatter", "gather", "scatter")},
+    **{"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"},
+    **{"_allgather_base": "_allgather_base", "_reduce_scatter_base": "_reduce_scatter_base"},
+}
+"""Methods of a process group, and the names under which its gloo group has them."""
 
 
 def register_gloo() -> str:

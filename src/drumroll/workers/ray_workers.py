@@ -55,9 +55,9 @@ class Assignment:
 def make_learner_worker(
     role: LearnerRole, rendezvous: Rendezvous | None, config: RunConfig, assigned: Assignment
 ) -> LearnerWorker:
-    """Make a learner in this process. Ranks of roles that are trained meet."""
+    """Make a learner in this process. Ranks meet if their role is trained, or if they divide its model."""
     config, ranks, mesh = _prepare(config, assigned), Ranks(assigned.mesh), assigned.mesh
-    if rendezvous is not None and role not in ("reference", "teacher"):
+    if rendezvous is not None and (role not in ("reference", "teacher") or ranks.divided):
         seconds = config.cluster.collective_timeout
         patience = max(seconds, config.cluster.start_timeout)  # processes of one group may start minutes apart
         ranks = Ranks.meet(mesh, rendezvous, device=assigned.torch_device, seconds=seconds, patience=patience)

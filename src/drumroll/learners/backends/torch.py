@@ -1,4 +1,4 @@
-"""The plain PyTorch backend: a whole replica of the model on each rank, CPU or CUDA by the same code, data-parallel.
+"""The plain PyTorch backend: a whole replica of the model on each rank, or a part of one (`division.py`).
 
 It does only needed work: packed tokens without padding, a prompt that samples share once, logits only where a token is
 trained and in chunks. Dropout stays off in updates too: the log-probs trained on must be those of the policy that sampled.
@@ -9,20 +9,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from drumroll.batch import Batch
+from drumroll.batch import Batch, Path
 from drumroll.config.optim import OptimConfig
+from drumroll.config.roles import ParallelConfig
 from drumroll.errors import Interrupted, StoreError
 from drumroll.learners.backend import BACKENDS, Count, LearnerSpec, LossFunction, Numbers
+from drumroll.learners.backends.division import Division, local_tensor, open_divided
 from drumroll.learners.heads import Head, LogProbHead, Settings, ValueHead
 from drumroll.learners.learner import Learner
+from drumroll.learners.pieces import Piece
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.statistics import Statistics
 from drumroll.models.loading import LoadedModel, load
@@ -37,6 +43,9 @@ MOMENTS = "optimizer.safetensors"
 @BACKENDS.register("torch", shares_weights=True, adapters=True)
 def open_backend(spec: LearnerSpec) -> TorchBackend:
     """Load the model of a role, with its adapters or value head."""
+    if spec.ranks.divided:
+        model, scorer, division = open_divided(spec)
+        return TorchBackend(model, spec.head, spec.optim, spec.ranks, Divided(scorer, division, spec.parallel))
     model = load(
         spec.name, dtype=spec.dtype, device=spec.device, seed=spec.seed, recompute_activations=spec.recompute_activations
     )
@@ -45,30 +54,59 @@ def open_backend(spec: LearnerSpec) -> TorchBackend:
     return TorchBackend(spec.head.attach(model), spec.head, spec.optim, spec.ranks)
 
 
+@dataclass(frozen=True)
+class Divided:
+    """A model that ranks divide: body and head as one module, how its parameters lie in the whole ones, and the choices."""
+
+    scorer: nn.Module
+    division: Division
+    parallel: ParallelConfig
+
+
 class TorchBackend:
     """Implements `Backend`. Working weights may be bfloat16; gradients add up in float32, and the optimizer works in it."""
 
     count = Count()
 
-    def __init__(self, model: LoadedModel, head: Head, config: OptimConfig | None = None, ranks: Ranks = ALONE) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: LoadedModel,
+        head: Head,
+        config: OptimConfig | None = None,
+        ranks: Ranks = ALONE,
+        divided: Divided | None = None,
+    ) -> None:
+        self._model = model
         self.ranks = ranks
+        self.divided = divided
         self.stop = threading.Event()
         self.device = next(model.module.parameters()).device
-        self.scorer = head.scorer(model)
+        self.scorer = head.scorer(model) if divided is None else divided.scorer
         model.module.eval()
         if config is None:
             model.module.requires_grad_(False)
         chosen = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
-        self.names, self.working = [n for n, _ in chosen], [p for _, p in chosen]
-        self.master = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in self.working]
-        for master, working in zip(self.master, self.working, strict=True):
-            if master is not working:
-                working.register_post_accumulate_grad_hook(partial(_accumulate, master))
+        self.names, self.parameters = [n for n, _ in chosen], [p for _, p in chosen]
+        self.master = [_master(p) for p in self.parameters]
+        for master, parameter in self._rounded():
+            parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
         self.optimizer: torch.optim.Optimizer | None = None
         if config is not None:
             groups = self._groups(config.weight_decay)
             self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+
+    @property
+    def model(self) -> LoadedModel | None:
+        return self._model if self.divided is None else None
+
+    @property
+    def working(self) -> Sequence[Tensor]:
+        return self.parameters if self.divided is None else ()
+
+    def _rounded(self) -> list[tuple[Tensor, Tensor]]:
+        """Master weights and the parameters that are copies of them in another type."""
+        pairs = zip(self.master, self.parameters, strict=True)
+        return [(m, p) for m, p in pairs if m is not p and not isinstance(p, DTensor)]
 
     def _groups(self, decay: float) -> list[dict[str, Any]]:
         """The optimizer's parameter groups: weight decay spares norms and biases."""
@@ -85,52 +123,89 @@ class TorchBackend:
         with torch.no_grad():
             for micro in micro_batches:
                 self._check_stop()
-                found.append(self._forward(micro, settings) if micro.num_traces else (torch.zeros(0),))
+                if (inputs := self._inputs(micro, settings)) is None:
+                    found.append((torch.zeros(0),))
+                    continue
+                numbers = self._forward(inputs)
+                found.append(numbers if micro.mask.any() else (torch.zeros(0),))
         return found
 
-    def _forward(self, micro: Batch, settings: Settings) -> Numbers:
-        """The head's numbers at the trained tokens of a micro-batch."""
+    def _inputs(self, micro: Batch, settings: Settings) -> tuple[Any, ...] | None:
+        """What the model is called with for a micro-batch; None where nothing is to be computed.
+
+        Ranks along `shard` gather weights together, so one without trained tokens computes a token of no weight.
+        """
+        if not micro.mask.any():
+            if self.ranks.mesh.shard == 1:
+                return None
+            one = torch.zeros(1, dtype=torch.int64, device=self.device)
+            return one, PrefixTree([Path(one.cpu())], self.device), one, one, settings.temperature, settings.entropy_gradient
         tree = micro.tree()
         before = tree.node_of[micro.mask.nonzero()[:, 0] - 1].to(self.device)
         tokens, chosen = tree.tokens.to(self.device), micro.tokens[micro.mask].to(self.device)
         layout = PrefixTree(tree.paths, self.device)
-        return self.scorer(tokens, layout, before, chosen, settings.temperature, settings.entropy_gradient)
+        return tokens, layout, before, chosen, settings.temperature, settings.entropy_gradient
+
+    def _forward(self, inputs: tuple[Any, ...]) -> Numbers:
+        """The head's numbers at the trained tokens of a micro-batch."""
+        with self.ranks.computing():
+            return self.scorer(*inputs)
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        return without_adapters(self.model.module)
+        return without_adapters(self._model.module)
 
     def train(self, micro_batches: Sequence[Batch], settings: Settings, loss: LossFunction) -> Statistics:
-        """Ranks vote after each loss and after each backward pass, so all go on or none does."""
+        """Ranks vote before each micro-batch, after each loss and after each backward pass, so all go on or none does."""
         statistics, agreed = Statistics(), partial(self.ranks.agreed, self.drop_gradients)
         self._recomputing(True)
         try:
-            for micro in micro_batches:
+            for number, micro in enumerate(micro_batches, start=1):
                 with agreed():
-                    total = self._add_loss(micro, settings, loss, statistics)
+                    self._check_stop()
+                    inputs = self._inputs(micro, settings)
+                    self._sum_gradients(number == len(micro_batches))
                 with agreed():
+                    total = None if inputs is None else self._add_loss(inputs, micro, loss, statistics)
+                with agreed(), self.ranks.computing():
                     if total is not None:
                         total.backward()
         finally:
             self._recomputing(False)
         with agreed():
             self._check_stop()
-            for master in self.master:
-                if master.grad is None:
-                    master.grad = torch.zeros_like(master)
-        self.ranks.add([master.grad for master in self.master if master.grad is not None])
+            self._collect_gradients()
+        if self.ranks.mesh.shard == 1:
+            self.ranks.add([master.grad for master in self.master if master.grad is not None])
+        if self.divided is not None:
+            pairs = zip(self.names, self.master, strict=True)
+            partial_ = [m.grad for n, m in pairs if m.grad is not None and self.divided.division.is_partial(n)]
+            self.ranks.add(partial_, "tensor")
         return statistics
 
-    def _add_loss(self, micro: Batch, settings: Settings, loss: LossFunction, statistics: Statistics) -> Tensor | None:
-        self._check_stop()
+    def _add_loss(self, inputs: tuple[Any, ...], micro: Batch, loss: LossFunction, statistics: Statistics) -> Tensor:
+        numbers = self._forward(inputs)
         if not micro.mask.any():
-            return None
-        total, diagnostics = loss(self._forward(micro, settings), micro)
+            return torch.stack([number.sum() for number in numbers]).sum() * 0.0
+        total, diagnostics = loss(numbers, micro)
         statistics.add(total.detach(), int(micro.mask.sum()), diagnostics)
         return total
 
+    def _sum_gradients(self, last: bool) -> None:
+        """Whether the coming backward pass sums gradients over ranks, where ranks divide the rows of parameters."""
+        if self.divided is not None and isinstance(self.scorer, FSDPModule):
+            self.scorer.set_requires_gradient_sync(last or self.divided.parallel.accumulate == "sharded")
+
+    def _collect_gradients(self) -> None:
+        """Every master weight gets its gradient: zeros where no token reached it."""
+        for master, parameter in zip(self.master, self.parameters, strict=True):
+            if isinstance(parameter, DTensor) and parameter.grad is not None:
+                master.grad = local_tensor(parameter.grad)
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+
     def _recomputing(self, on: bool) -> None:
         """Layers that recompute activations do so in training mode only; all others, dropout among them, never leave eval."""
-        for layer in self.model.module.modules():
+        for layer in self._model.module.modules():
             if getattr(layer, "gradient_checkpointing", False):
                 layer.training = on
 
@@ -141,7 +216,17 @@ class TorchBackend:
     # --- the optimizer ---
 
     def clip(self, limit: float) -> float:
-        return float(torch.nn.utils.clip_grad_norm_(self.master, limit))
+        if self.divided is None:
+            return float(torch.nn.utils.clip_grad_norm_(self.master, limit))
+        division, squares = self.divided.division, torch.zeros(1, dtype=torch.float64)
+        for name, master in zip(self.names, self.master, strict=True):
+            assert master.grad is not None
+            squares += float(master.grad.norm()) ** 2 / division.copies(name)
+        norm = self.ranks.total(squares.to(self.device)).sqrt().item()
+        for master in self.master:
+            assert master.grad is not None
+            master.grad.mul_(min(1.0, limit / (norm + 1e-6)))
+        return norm
 
     def step(self, rate: float) -> None:
         assert self.optimizer is not None, "a frozen role takes no step"
@@ -153,23 +238,36 @@ class TorchBackend:
             self._refresh_working()
 
     def drop_gradients(self) -> None:
-        for master in self.master:
-            master.grad = None
+        for tensor in (*self.master, *self.parameters):
+            tensor.grad = None
 
     def _refresh_working(self) -> None:
         with torch.no_grad():
-            for master, working in zip(self.master, self.working, strict=True):
-                if master is not working:
-                    working.copy_(master)
+            for master, parameter in self._rounded():
+                parameter.copy_(master)
 
     # --- weights and state ---
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The working weights themselves, not copies."""
-        for name, parameter in zip(self.names, self.working, strict=True):
-            yield name, parameter.detach()
+        """The working weights themselves, not copies, where this rank has them whole."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if self.divided is None:
+                yield name, parameter.detach()
+                continue
+            division = self.divided.division
+            with self.ranks.failing_together(), torch.no_grad():
+                whole = division.whole(name, local_tensor(parameter).to(division.dtype))
+            yield name, whole
 
-    def save(self, folder: Path) -> None:
+    def pieces(self) -> list[Piece]:
+        """The master weights as blocks of the whole tensors."""
+        named = zip(self.names, self.master, strict=True)
+        if self.divided is not None:
+            return [self.divided.division.piece(name, master.detach()) for name, master in named]
+        first = self.ranks.mesh.rank == 0
+        return [Piece(name, tuple(m.shape), (0,) * m.dim(), m.detach(), first) for name, m in named]
+
+    def save(self, folder: FilePath) -> None:
         """All ranks hold the same; the first one writes."""
         if self.ranks.mesh.rank:
             return
@@ -181,7 +279,7 @@ class TorchBackend:
                 moments[f"{name}/{key}"] = value.contiguous()
         save_file(moments, folder / MOMENTS)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: FilePath) -> None:
         assert self.optimizer is not None, "a frozen role has no state"
         master = load_file(folder / MASTER)
         if set(master) != set(self.names):
@@ -200,9 +298,9 @@ class TorchBackend:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
         self._refresh_working()
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: FilePath) -> None:
         if self.ranks.mesh.rank == 0:
-            save_model(self.model, folder)
+            save_model(self._model, folder)
 
     # --- sharing a device ---
 
@@ -216,8 +314,13 @@ class TorchBackend:
         """Parameters keep their identity, so that optimizer and engine still hold the same ones."""
         if self.device.type == "cpu":
             return
-        for tensor in [*self.model.module.parameters(), *self.model.module.buffers(), *self.master]:
-            tensor.data = tensor.data.to(device)
+        if self.divided is None:
+            for tensor in [*self._model.module.parameters(), *self._model.module.buffers(), *self.master]:
+                tensor.data = tensor.data.to(device)
+        else:
+            self.scorer.to(device)
+            for master, parameter in zip(self.master, self.parameters, strict=True):
+                master.data = local_tensor(parameter) if isinstance(parameter, DTensor) else master.data.to(device)
         for state in self.optimizer.state.values() if self.optimizer else ():
             for key, value in state.items():
                 if isinstance(value, Tensor) and key != "step":
@@ -231,6 +334,13 @@ def torch_learner(
     """A learner over a loaded model, with the head that the model has."""
     head = ValueHead() if isinstance(model.module, ValueModel) else LogProbHead()
     return Learner(TorchBackend(model, head, config, ranks), config, head, total_steps=total_steps)
+
+
+def _master(parameter: Tensor) -> Tensor:
+    """What the optimizer steps: the parameter's own memory on this rank, or a float32 copy of it."""
+    if isinstance(parameter, DTensor):
+        return local_tensor(parameter)
+    return parameter if parameter.dtype in (torch.float32, torch.float64) else parameter.detach().float()
 
 
 def _accumulate(master: Tensor, working: Tensor) -> None:
