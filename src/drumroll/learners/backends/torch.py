@@ -1,4 +1,4 @@
-"""The plain PyTorch backend: a whole replica of the model on each rank, CPU or CUDA by the same code, data-parallel.
+"""The plain PyTorch backend: a whole replica of the model on each rank, CPU or accelerator by the same code, data-parallel.
 
 It does only needed work: packed tokens without padding, a prompt that samples share once, logits only where a token is
 trained and in chunks. Dropout stays off in updates too: the log-probs trained on must be those of the policy that sampled.
@@ -29,6 +29,7 @@ from drumroll.models.loading import LoadedModel, load
 from drumroll.models.lora import add_adapters, save_model, without_adapters
 from drumroll.models.prefix_tree import PrefixTree
 from drumroll.models.value import ValueModel
+from drumroll.processes import accelerator
 
 MASTER = "master.safetensors"
 MOMENTS = "optimizer.safetensors"
@@ -222,7 +223,7 @@ class TorchBackend:
             for key, value in state.items():
                 if isinstance(value, Tensor) and key != "step":
                     state[key] = value.to(device)
-        torch.cuda.empty_cache()
+        accelerator.empty_cache()
 
 
 def torch_learner(
