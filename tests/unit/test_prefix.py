@@ -162,7 +162,7 @@ def test_a_head_in_chunks_is_the_whole_head(family, entropy_gradient):
     for rows in (10_000, 17):
         module = make(family).module
         hidden = torch.randn(100, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        output = type(module.base_model(torch.ones(1, 1, dtype=torch.int64), layout=attention.Packed(torch.ones(1).long())))
+        output = type(module.base_model(torch.ones(1, 1, dtype=torch.int64), layout=attention.Packed([1])))
         with Largest() as largest:
             head = LanguageModelHead(module, output)
             logprobs, entropy = head(hidden, torch.arange(100) % 64, 0.7, entropy_gradient=entropy_gradient, rows=rows)
