@@ -92,8 +92,8 @@ class TorchBackend:
     def _forward(self, micro: Batch, settings: Settings) -> Numbers:
         """The head's numbers at the trained tokens of a micro-batch."""
         tree = micro.tree()
-        before = tree.node_of[micro.mask.nonzero()[:, 0] - 1].to(self.device)
-        tokens, chosen = tree.tokens.to(self.device), micro.tokens[micro.mask].to(self.device)
+        before = accelerator.send(tree.node_of[micro.mask.nonzero()[:, 0] - 1], self.device)
+        tokens, chosen = (accelerator.send(x, self.device) for x in (tree.tokens, micro.tokens[micro.mask]))
         layout = PrefixTree(tree.paths, self.device)
         return self.scorer(tokens, layout, before, chosen, settings.temperature, settings.entropy_gradient)
 
