@@ -513,7 +513,7 @@ class NativeEngine:
         temperature = torch.tensor([s.temperature for s in sampling])
         uniform, restriction = torch.from_numpy(keyed_uniform(seeds, positions)), Restriction.of(sampling, self._vocabulary)
         tokens, logprobs = choose(logits, temperature, uniform, restriction)
-        found = torch.stack((tokens.double(), logprobs.double())).tolist()  # both exact; the host waits here, once
+        found = torch.stack((tokens.double(), logprobs.double())).cpu().tolist()  # both exact; the host waits here, once
         drawn = []
         for row, number, logprob in zip(rows, *found, strict=True):
             if not math.isfinite(logprob):

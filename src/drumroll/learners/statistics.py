@@ -39,7 +39,7 @@ class Statistics:
         found, self.ahead = self.ahead, []
         if not found:
             return
-        for loss in torch.stack([loss for loss, _ in found]).tolist():
+        for loss in torch.stack([loss for loss, _ in found]).cpu().tolist():
             self.loss += loss
         named = [(name, column) for _, columns in found for name, column in columns.items()]
         for (name, _), column in zip(named, _to_host([column for _, column in named]), strict=True):
