@@ -44,11 +44,11 @@ def count() -> int:
 
 def pick(device: str) -> torch.device:
     """The device that a config names; `auto` is the accelerator where there is one, else the CPU."""
-    here = kind()
+    here, (name, _, index) = kind(), device.partition(":")
     if device == "auto":
         return torch.device(here)
-    if is_accelerator(device) and torch.device(device).type != here:
-        have = "only the CPU" if here == Kind.CPU else f"'{here}'"
+    if is_accelerator(device) and (name != here or int(index or 0) >= count()):
+        have = "only the CPU" if here == Kind.CPU else f"'{here}' up to {here}:{count() - 1}"
         raise ConfigError(f"devices: {device} was asked for, but torch sees no such device here, {have}; use 'auto' or 'cpu'.")
     return torch.device(device)
 
