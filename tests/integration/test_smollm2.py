@@ -48,7 +48,7 @@ def test_a_second_fetch_changes_nothing(folder):
 def test_packed_prompts_have_the_logits_of_plain_transformers(folder, model):
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     prompts = [torch.tensor(Renderer(model.tokenizer).prompt(question)) for question in QUESTIONS]
-    layout = Packed(torch.tensor([len(prompt) for prompt in prompts]))
+    layout = Packed([len(prompt) for prompt in prompts])
     packed = model.module(
         input_ids=torch.cat(prompts)[None], position_ids=layout.positions(), use_cache=False, layout=layout
     ).logits[0]

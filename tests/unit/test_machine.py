@@ -163,7 +163,7 @@ def test_memory_by_version_1(tree):
 
 def test_a_torch_that_could_not_see_a_gpu_is_not_imported():
     assert read_gpus(None) == ((), "torch is not installed")
-    assert read_gpus("2.13.0+cpu") == ((), "this torch is a build without CUDA")
+    assert read_gpus("2.13.0+cpu") == ((), "this torch is a build for CPUs only")
 
 
 def test_an_empty_machine_is_looked_at_without_an_error(tmp_path):
@@ -205,8 +205,8 @@ def test_ray_that_does_not_answer_is_given_up_at_the_deadline():
 # --- judging ---
 
 
-def test_a_good_machine_runs_everything_but_cuda_and_has_no_warnings():
-    assert [p.name for p in parts(machine()) if not p.runs] == ["actor: torch on CUDA"]
+def test_a_good_machine_runs_everything_but_a_gpu_and_has_no_warnings():
+    assert [p.name for p in parts(machine()) if not p.runs] == ["actor: torch on a GPU"]
     assert warnings(machine()) == []
 
 
@@ -250,11 +250,11 @@ def test_vllm_needs_a_gpu_or_the_right_instructions(changes, runs, note, install
     assert (found.runs, found.note, found.install) == (runs, note, install)
 
 
-def test_cuda_says_why_not():
-    assert part(machine(gpus=(GPU,), gpu_driver=True), "CUDA").note == "1 GPU"
-    wrong = part(machine(gpu_driver=True, gpu_problem="this torch is a build without CUDA"), "CUDA")
+def test_a_gpu_says_why_not():
+    assert part(machine(gpus=(GPU,), gpu_driver=True), "on a GPU").note == "1 GPU"
+    wrong = part(machine(gpu_driver=True, gpu_problem="this torch is a build for CPUs only"), "on a GPU")
     assert (wrong.runs, wrong.install) == (False, "pip install --force-reinstall torch")
-    broken = part(machine(gpu_driver=True, gpu_problem="driver too old"), "CUDA")
+    broken = part(machine(gpu_driver=True, gpu_problem="driver too old"), "on a GPU")
     assert (broken.note, broken.install) == ("a GPU is here, but driver too old", "")
 
 

@@ -167,7 +167,7 @@ def test_a_head_in_chunks_is_the_whole_head(family, entropy_gradient):
     for rows in (10_000, 17):
         module = make(family).module
         hidden = torch.randn(100, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        output = type(module.base_model(torch.ones(1, 1, dtype=torch.int64), layout=attention.Packed(torch.ones(1).long())))
+        output = type(module.base_model(torch.ones(1, 1, dtype=torch.int64), layout=attention.Packed([1])))
         with Largest() as largest:
             head = LanguageModelHead(module, output)
             logprobs, entropy = head(hidden, torch.arange(100) % 64, 0.7, entropy_gradient=entropy_gradient, rows=rows)
@@ -178,3 +178,20 @@ def test_a_head_in_chunks_is_the_whole_head(family, entropy_gradient):
         found.append([logprobs.detach(), entropy.detach(), hidden.grad, weight])
     for one, other in zip(*found, strict=True):
         assert relative(one, other) < 1e-12
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_attention_picks_what_a_mask_would(window):
+    """Indices from the host pick the same as a boolean mask, which would make the host wait for a device."""
+    lengths, draw = [5, 1, 9, 2], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths), heads, 8, generator=draw) for heads in (4, 2, 2))
+    packed = attention.Packed(lengths)
+    valid = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    rows = [
+        torch.zeros(*valid.shape, *x.shape[1:]).masked_scatter(valid[..., None, None], x).transpose(1, 2) for x in (q, k, v)
+    ]
+    keys, values = (x.repeat_interleave(2, dim=1) for x in rows[1:])
+    mask = attention.band_mask(torch.arange(max(lengths)), torch.arange(max(lengths)), window)
+    seen = torch.nn.functional.scaled_dot_product_attention(rows[0], keys, values, attn_mask=mask, scale=0.5)
+    torch.testing.assert_close(packed.attend(0, q, k, v, 0.5, window), seen.transpose(1, 2)[valid])
+    assert packed.positions().tolist() == [[i for length in lengths for i in range(length)]]

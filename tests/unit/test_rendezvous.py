@@ -9,7 +9,15 @@ from forked import FORKED
 from drumroll.errors import ConfigError
 from drumroll.learners.ranks import Ranks
 from drumroll.mesh import Mesh
-from drumroll.processes.rendezvous import LOOPBACK, MeetingError, Rendezvous, address_of, find_store, open_store, steer_nccl
+from drumroll.processes.rendezvous import (
+    LOOPBACK,
+    MeetingError,
+    Rendezvous,
+    address_of,
+    find_store,
+    open_store,
+    steer_collectives,
+)
 from drumroll.weights.broadcast import BroadcastReceiver, Meeting
 
 ONE, TWO = "127.0.0.2", "127.0.0.3"  # two addresses of this machine, neither of which its name resolves to
@@ -101,10 +109,10 @@ def test_nccl_is_bound_to_the_interface_of_the_address_unless_the_user_says_so(m
     import os
 
     for address in (LOOPBACK, "192.0.2.9"):
-        steer_nccl(address)
+        steer_collectives("cuda", address)
         assert "NCCL_SOCKET_IFNAME" not in os.environ
-    steer_nccl("192.0.2.1")
+    steer_collectives("cuda", "192.0.2.1")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=ib0"
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
-    steer_nccl("192.0.2.1")
+    steer_collectives("cuda", "192.0.2.1")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"

@@ -9,25 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drumroll.algorithms.statistics import LOG_LIMIT, log_ratio, means_of, sums_by
+from drumroll.algorithms.statistics import LOG_LIMIT, log_ratio, means_of, totals_of
 from drumroll.config.algorithm import AlgorithmConfig
 
 
-def behaviour_weights(old: Tensor, behaviour: Tensor, sequence: Tensor, config: AlgorithmConfig) -> Tensor:
-    """[tokens] how much each token counts."""
+def behaviour_weights(
+    old: Tensor, behaviour: Tensor, sequence: Tensor, config: AlgorithmConfig, sequences: int | None = None
+) -> Tensor:
+    """[tokens] how much each token counts; `sequences`, if known, saves counting them."""
     gap = log_ratio(old, behaviour).detach()
     low, high = config.correction_low, config.correction_high
     match config.correction:
         case "truncate":
             return torch.exp(gap).clamp_max(high)
         case "truncate_sequence":
-            total = sums_by(gap, sequence, int(sequence.max()) + 1)[sequence]
+            total = totals_of(gap, sequence, sequences)
             return torch.exp(total.clamp(-LOG_LIMIT, LOG_LIMIT)).clamp_max(high)
         case "band":
             ratio = torch.exp(gap)
             return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
         case "geometric":
-            mean = torch.exp(means_of(gap, sequence))
+            mean = torch.exp(means_of(gap, sequence, sequences))
             return ((mean >= low) & (mean <= high)).to(gap.dtype)
         case _:
             return torch.ones_like(gap)

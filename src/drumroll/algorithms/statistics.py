@@ -20,9 +20,14 @@ def sums_by(values: Tensor, index: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=values.dtype, device=values.device).index_add_(0, index, values)
 
 
-def means_of(values: Tensor, index: Tensor) -> Tensor:
-    """[like values] the mean of each value's own group."""
-    size = int(index.max()) + 1
+def totals_of(values: Tensor, index: Tensor, size: int | None = None) -> Tensor:
+    """[like values] the sum of each value's own group; there are at most `size` groups."""
+    return sums_by(values, index, int(index.max()) + 1 if size is None else size)[index]
+
+
+def means_of(values: Tensor, index: Tensor, size: int | None = None) -> Tensor:
+    """[like values] the mean of each value's own group; there are at most `size` groups."""
+    size = int(index.max()) + 1 if size is None else size
     return (sums_by(values, index, size) / sums_by(torch.ones_like(values), index, size).clamp_min(1))[index]
 
 

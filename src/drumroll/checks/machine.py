@@ -30,7 +30,7 @@ GPU_NODES = ("nvidia0", "nvidiactl", "kfd", "dxg")
 """Device files in /dev that GPU drivers create: NVIDIA, AMD, Windows Subsystem for Linux."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 COMPILERS = ("cc", "gcc", "clang")  # as in models/kernels.py, which is slow to import
-WITHOUT_CUDA = "this torch is a build without CUDA"
+FOR_CPUS = "this torch is a build for CPUs only"
 ASKS_FOR_TOKEN = "it asks for a token: set RAY_AUTH_MODE=token"
 RAY_SECONDS = 4.0
 UNLIMITED = 2**60
@@ -245,21 +245,20 @@ def read_vllm() -> Vllm | None:
 
 
 def read_gpus(torch_version: str | None) -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs that torch sees, or why it sees none. Imports torch unless its version shows a build without CUDA."""
+    """Return the GPUs that torch sees, or why it sees none. Imports torch unless its version shows a build for CPUs."""
     if torch_version is None:
         return (), "torch is not installed"
     if "+cpu" in torch_version:
-        return (), WITHOUT_CUDA
+        return (), FOR_CPUS
     try:
-        import torch
+        from drumroll.processes import accelerator
 
-        if torch.version.cuda is None and torch.version.hip is None:
-            return (), WITHOUT_CUDA
-        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        if not accelerator.built():
+            return (), FOR_CPUS
+        found = tuple(Gpu(*device) for device in accelerator.devices())
     except (ImportError, OSError, RuntimeError) as error:
         return (), _first_line(error)
-    amd = torch.version.hip is not None
-    return tuple(Gpu(p.name, p.total_memory, amd or p.major >= 8) for p in found), "" if found else "torch sees no GPU"
+    return found, "" if found else "torch sees no GPU"
 
 
 # --- tools and Ray ---

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from drumroll.config import RunConfig
 from drumroll.config.rollout import RolloutConfig
-from drumroll.placement.devices import Layout, lay_out
+from drumroll.placement.devices import Kind, Layout, lay_out
 from drumroll.placement.layout import joins, pool_of, requests
 from drumroll.rollout.simulation import Workload, barrier, simulate
 from drumroll.rollout.virtual import run
@@ -70,6 +70,6 @@ def planned(config: RunConfig) -> Layout | None:
         gpus = len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         gpus = 0
-    if config.cluster.kind == "cuda":  # a plan for GPUs of another machine
+    if config.cluster.kind not in ("auto", Kind.CPU):  # a plan for GPUs of another machine
         gpus = max(gpus, config.cluster.devices or 0)
     return lay_out(pool_of(config, gpus), requests(config, needs_of(config)))

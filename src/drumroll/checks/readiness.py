@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from drumroll.checks.machine import WITHOUT_CUDA, Machine
+from drumroll.checks.machine import FOR_CPUS, Machine
 
 GIB = 2**30
 COMMAND_WIDTH = 46
@@ -40,7 +40,7 @@ def parts(machine: Machine) -> list[Part]:
     """Return all interchangeable parts, each with whether it can run here."""
     return [
         _torch(machine, "actor: torch on CPU", _count(machine.cpu.cores, "core")),
-        _cuda(machine),
+        _gpu(machine),
         _torch(machine, "rollout: native", "the actor's device"),
         _tool("rollout: kernels", machine.compiler, "gcc"),
         _vllm(machine),
@@ -58,13 +58,13 @@ def _torch(machine: Machine, name: str, note: str) -> Part:
     return Part(name, True, note)
 
 
-def _cuda(machine: Machine) -> Part:
-    name = "actor: torch on CUDA"
+def _gpu(machine: Machine) -> Part:
+    name = "actor: torch on a GPU"
     if machine.gpus:
         return Part(name, True, _count(len(machine.gpus), "GPU"))
     if not machine.gpu_driver:
         return Part(name, False, "no GPU on this machine")
-    wrong = machine.versions["torch"] is None or machine.gpu_problem == WITHOUT_CUDA
+    wrong = machine.versions["torch"] is None or machine.gpu_problem == FOR_CPUS
     return Part(
         name, False, f"a GPU is here, but {machine.gpu_problem}", "pip install --force-reinstall torch" if wrong else ""
     )

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from drumroll.config.accelerators import KindName
 from drumroll.config.section import Section
 
 
@@ -16,8 +17,8 @@ class ClusterConfig(Section):
     """`local`: all roles in this process, on one device. `ray`: each rank of a role in a process of its own, anywhere on a cluster."""
     devices: int | None = Field(None, ge=1)
     """Devices of the pool. Default: every GPU of the cluster; where there is none, a CPU slot for each machine."""
-    kind: Literal["auto", "cuda", "cpu"] = "auto"
-    """What a device is: `auto` is a GPU where there is one, else a slot of CPU threads."""
+    kind: KindName = "auto"
+    """What a device is: `cpu` is a slot of CPU threads, the others are accelerators by torch's names; `auto` is a GPU where there is one, else a slot. A cluster's GPUs are `cuda` (NVIDIA, AMD) unless you name another."""
     threads: int = Field(0, ge=0)
     """CPU threads of a device; 0 takes the top-level `threads`, and without it divides a machine's cores among its slots."""
     address: str | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -20,7 +19,6 @@ LearnerRole = Literal["actor", "reference", "teacher", "critic"]
 """Roles that compute gradients or log-probs."""
 LEARNER_BACKENDS = ("torch",)
 """The built-in backends of learners (`learners/backends/`)."""
-LOCAL_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 """What `devices` may name on the local runtime, where all roles are in one process."""
 
 
@@ -80,7 +78,7 @@ class ActorRole(Section):
     backend: Annotated[str, AfterValidator(known_learner)] = "torch"
     """What trains it, and computes what the reference, teacher and critic compute. `torch`: plain PyTorch, data-parallel over its devices; or your own as `module:function`."""
     devices: Devices = None
-    """On ray, devices of the pool: a range (`0-11`, `"0-7,12-15"`, device 3 alone is `3-3`) or a count (`4`); `auto` takes all. On local: `cpu`, `cuda` or `cuda:N`; `auto` takes CUDA where there is one."""
+    """On ray, devices of the pool: a range (`0-11`, `"0-7,12-15"`, device 3 alone is `3-3`) or a count (`4`); `auto` takes all. On local: `cpu`, or an accelerator such as `cuda` or `cuda:1`; `auto` takes the accelerator where there is one."""
     dtype: Dtype = "float32"
     """Type of the working weights. With bfloat16 the optimizer keeps float32 master weights and gradients beside them: 18 bytes a parameter during an update."""
     parallel: ParallelConfig = ParallelConfig()
@@ -97,7 +95,7 @@ class CriticRole(Section):
     model: str | None = None
     """Model its body starts from. Default: the top-level `model`."""
     devices: Devices = None
-    """On ray a range, a count, or a role to share with; on local `cpu`, `cuda` or `cuda:N`. Default: the actor's."""
+    """On ray a range, a count, or a role to share with; on local `cpu`, or an accelerator such as `cuda` or `cuda:1`. Default: the actor's."""
     parallel: ParallelConfig | None = None
     """As for the actor. Default: the actor's `shard` and `tensor`."""
     dtype: Dtype = "float32"
@@ -133,7 +131,7 @@ class ReferenceRole(Section):
     model: str | None = None
     """Model of this role. Default: the top-level `model`."""
     devices: Devices = None
-    """On ray a range, a count, or a role to share with; on local `cpu`, `cuda` or `cuda:N`. Default: the actor's."""
+    """On ray a range, a count, or a role to share with; on local `cpu`, or an accelerator such as `cuda` or `cuda:1`. Default: the actor's."""
     parallel: ParallelConfig | None = None
     """As for the actor. Default: the actor's `shard` and `tensor`."""
     dtype: Dtype | None = None
@@ -168,7 +166,7 @@ class JudgeRole(Section):
     options: dict[str, Any] = {}
     """With `url`: further fields of its requests, for example {seed: 1}."""
     devices: Devices = None
-    """On ray a range, a count, or a role to share with; on local `cpu`, `cuda` or `cuda:N`. Default: the actor's."""
+    """On ray a range, a count, or a role to share with; on local `cpu`, or an accelerator such as `cuda` or `cuda:1`. Default: the actor's."""
     dtype: Dtype = "float32"
     """Type of its weights."""
     slots: int = Field(64, ge=1)
@@ -207,7 +205,7 @@ class RewardModelRole(Section):
     model: str
     """A Hugging Face directory or hub id that AutoModelForSequenceClassification can load, with its tokenizer."""
     devices: Devices = None
-    """On ray a range, a count, or a role to share with; on local `cpu`, `cuda` or `cuda:N`. Default: the actor's."""
+    """On ray a range, a count, or a role to share with; on local `cpu`, or an accelerator such as `cuda` or `cuda:1`. Default: the actor's."""
     dtype: Dtype = "float32"
     """Type of its weights."""
     max_tokens: int = Field(1024, ge=1)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 from typing_extensions import override
 
+from drumroll.config.accelerators import LOCAL_DEVICE, USUAL
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.config.cluster import ClusterConfig
 from drumroll.config.data import DataConfig, DatasetConfig
@@ -17,7 +18,7 @@ from drumroll.config.environment import NONE, EnvironmentConfig
 from drumroll.config.eval import EvalConfig
 from drumroll.config.optim import OptimConfig
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig, RewardSpec, normalise
-from drumroll.config.roles import LOCAL_DEVICE, LearnerRole, ParallelConfig, RolesConfig
+from drumroll.config.roles import LearnerRole, ParallelConfig, RolesConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.config.sandbox import SandboxConfig
 from drumroll.config.section import Section
@@ -120,7 +121,11 @@ class RunConfig(Section):
             devices = getattr(getattr(self.roles, role), "devices", None)
             names_local = isinstance(devices, str) and LOCAL_DEVICE.fullmatch(devices) is not None
             if local and devices is not None and (role == "rollout" or not names_local):
-                also = "the engines share the actor's device" if role == "rollout" else "a device is cpu, cuda or cuda:N there"
+                also = (
+                    "the engines share the actor's device"
+                    if role == "rollout"
+                    else f"a device is cpu or {USUAL}, {USUAL}:N there"
+                )
                 raise ValueError(
                     f"roles.{role}.devices: {devices} maps a role to devices of a pool, which needs cluster.runtime: ray; on the local "
                     f"runtime all roles share this process ({also})"

@@ -36,6 +36,7 @@ from drumroll.errors import ConfigError
 from drumroll.models.attention import Decode, KVCache, PageSlots, Prefill, Reads
 from drumroll.models.loading import LoadedModel, kv_shapes
 from drumroll.models.packing import PackedLinears, quicken_norms
+from drumroll.processes.accelerator import send
 from drumroll.processes.threads import CORES, LINGER
 from drumroll.sample import StopReason, Version
 
@@ -446,11 +447,11 @@ class NativeEngine:
             [len(c.tokens) for c in chunks if c.start == 0],
             [(len(c.tokens), self._page_slots(*c.row.chain.page_slots())) for c in chunks if c.start > 0],
         )
-        tokens = torch.tensor([t for c in chunks for t in c.tokens], device=self.device)
+        tokens = [t for c in chunks for t in c.tokens]
+        positions = np.concatenate([np.arange(c.start, c.start + len(c.tokens)) for c in chunks])
         self.prefilled += len(tokens)
-        positions = torch.cat([torch.arange(c.start, c.start + len(c.tokens), device=self.device) for c in chunks])
-        last = torch.tensor([len(c.tokens) for c in chunks], device=self.device).cumsum(0) - 1
-        logits = self._forward(tokens, positions, layout, last)
+        last = np.cumsum([len(c.tokens) for c in chunks]) - 1
+        logits = self._forward(self._send(tokens), self._send(positions), layout, self._send(last))
         rows, source = [], []
         for i, chunk in enumerate(chunks):
             if chunk.row.pending == 0:
@@ -460,7 +461,7 @@ class NativeEngine:
                 rows += [chunk.row, *equals]
                 source += [i] * (1 + len(equals))
         if rows:
-            self._append(rows, logits[source])
+            self._append(rows, logits.index_select(0, self._send(source)))
 
     def _follow(self, leader: _Row, row: _Row) -> None:
         """Share the leader's keys and values with a row of equal tokens."""
@@ -470,6 +471,9 @@ class NativeEngine:
         page_slots = self._pages.extend(row.chain, row.tokens())
         assert page_slots is not None
         self._cache.copy(self._page_slots(*leader.chain.page_slots()), self._page_slots(*page_slots))
+
+    def _send(self, numbers: NDArray[np.int64] | list[int]) -> Tensor:
+        return send(np.asarray(numbers, np.int64), self.device)
 
     def _page_slots(self, pages: list[int], offsets: list[int]) -> PageSlots:
         return PageSlots(pages, offsets, self.device)
@@ -491,10 +495,10 @@ class NativeEngine:
         for i, row in zip(live, rows, strict=True):
             tokens[i], positions[i], at[i] = row.last_token, row.length - 1, ready[row.arrival]
         reads = _reads(live, [row.chain for row in rows])
-        where = torch.from_numpy(positions).to(self.device)
+        where = self._send(positions)
         layout = Decode(self._cache, self._page_slots(*map(list, zip(*at, strict=True))), where, reads, whole=self.fixed_shape)
-        logits = self._forward(torch.from_numpy(tokens).to(self.device), where, layout, None)
-        self._append(rows, logits if len(live) == len(slots) else logits[live])
+        logits = self._forward(self._send(tokens), where, layout, None)
+        self._append(rows, logits if len(live) == len(slots) else logits.index_select(0, self._send(live)))
 
     def _forward(self, tokens: Tensor, positions: Tensor, layout: Prefill | Decode, keep: Tensor | None) -> Tensor:
         kept: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
@@ -506,22 +510,16 @@ class NativeEngine:
         sampling = [row.request.sampling for row in rows]
         seeds = np.array([row.request.seed for row in rows], dtype=np.uint64)
         positions = np.array([row.length for row in rows], dtype=np.uint64)
-        temperature = torch.tensor([s.temperature for s in sampling], device=self.device)
-        uniform = torch.from_numpy(keyed_uniform(seeds, positions)).to(self.device)
-        restriction = None
-        if any(s.top_p < 1 or s.top_k or s.min_p for s in sampling):
-            restriction = Restriction(
-                torch.tensor([s.top_p for s in sampling], device=self.device),
-                torch.tensor([min(s.top_k, self._vocabulary) for s in sampling], device=self.device),
-                torch.tensor([s.min_p for s in sampling], device=self.device),
-            )
+        temperature = torch.tensor([s.temperature for s in sampling])
+        uniform, restriction = torch.from_numpy(keyed_uniform(seeds, positions)), Restriction.of(sampling, self._vocabulary)
         tokens, logprobs = choose(logits, temperature, uniform, restriction)
+        found = torch.stack((tokens.double(), logprobs.double())).cpu().tolist()  # both exact; the host waits here, once
         drawn = []
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+        for row, number, logprob in zip(rows, *found, strict=True):
             if not math.isfinite(logprob):
                 self._release([row], _not_finite(row, logprob))
                 continue
-            row.completion.tokens.append(token)
+            row.completion.tokens.append(int(number))
             row.completion.logprobs.append(logprob)
             row.completion.versions.append(self.version)
             drawn.append(row)

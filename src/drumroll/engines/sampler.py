@@ -7,6 +7,7 @@ in blocks, and only the block that is hit is searched; the same sums give the lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from drumroll.engines import Sampling
 from drumroll.models.kernels import masses as masses_of
+from drumroll.processes.accelerator import send
 
 BLOCK = 256
 RANKED = 1024
@@ -43,23 +46,31 @@ class Restriction:
     top_k: Tensor
     min_p: Tensor
 
+    @classmethod
+    def of(cls, sampling: Sequence[Sampling], vocabulary: int) -> Restriction | None:
+        """The restriction that requests ask for; None if every row may sample every entry."""
+        if not any(s.top_p < 1 or s.top_k or s.min_p for s in sampling):
+            return None
+        columns = ([s.top_p for s in sampling], [min(s.top_k, vocabulary) for s in sampling], [s.min_p for s in sampling])
+        return cls(*map(torch.tensor, columns))
+
 
 def choose(
     logits: Tensor, temperature: Tensor, uniform: Tensor, restriction: Restriction | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return tokens [rows] and their log-probs [rows] from logits [rows, vocabulary].
+    """Return tokens [rows] and their log-probs [rows] from logits [rows, vocabulary]; all else is given by the host.
 
     A temperature of 0 is greedy, with the log-prob at temperature 1. A restriction (evaluation only) limits which
     tokens may be sampled; the log-prob stays that of the unrestricted distribution. A row whose scaled logits are not
     all finite or -inf has no distribution: it gets some token, and a log-prob that is not finite.
     """
-    greedy = temperature == 0
+    greedy, device = temperature == 0, logits.device
     if restriction is None and (found := masses_of(logits, torch.where(greedy, 1.0, 1 / temperature), BLOCK)) is not None:
         return _from_masses(logits, torch.where(greedy, 1.0, 1 / temperature), greedy, uniform, *found)
     rows, vocabulary = logits.shape
     scaled = logits.float()
     if not bool(((temperature == 1) | greedy).all()):
-        scaled = scaled / torch.where(greedy, 1.0, temperature)[:, None]
+        scaled = scaled / send(torch.where(greedy, 1.0, temperature), device)[:, None]
     peak = scaled.amax(dim=-1, keepdim=True)
     odds = scaled.new_zeros(rows, -(-vocabulary // BLOCK) * BLOCK)
     torch.sub(scaled, peak, out=odds[:, :vocabulary])
@@ -70,11 +81,9 @@ def choose(
     if restriction is not None:
         odds[:, :vocabulary] = _restrict(odds[:, :vocabulary], restriction)
         masses = blocks.sum(dim=-1)
-    block, within = _lookup(masses, uniform.to(torch.float64))
-    inside, _ = _lookup(blocks[torch.arange(rows, device=logits.device), block], within)
-    tokens = (block * BLOCK + inside).clamp_max_(vocabulary - 1)
-    if bool(greedy.any()):
-        tokens[greedy] = scaled[greedy].argmax(dim=-1)
+    block, within = _lookup(masses, send(uniform.to(torch.float64), device))
+    inside, _ = _lookup(blocks[torch.arange(rows, device=device), block], within)
+    tokens = _greedy((block * BLOCK + inside).clamp_max_(vocabulary - 1), scaled, greedy)
     chosen = scaled.gather(1, tokens[:, None]) - peak
     return tokens, chosen[:, 0] - total.log().float()
 
@@ -87,11 +96,17 @@ def _from_masses(
     columns = block[:, None] * BLOCK + torch.arange(BLOCK)
     hit = logits.gather(1, columns.clamp_max(logits.shape[1] - 1)).float() * scale[:, None] - peak
     inside, _ = _lookup(hit.exp().masked_fill_(columns >= logits.shape[1], 0.0), within)
-    tokens = (block * BLOCK + inside).clamp_max_(logits.shape[1] - 1)
-    if bool(greedy.any()):
-        tokens[greedy] = logits[greedy].argmax(dim=-1)
+    tokens = _greedy((block * BLOCK + inside).clamp_max_(logits.shape[1] - 1), logits, greedy)
     chosen = logits.gather(1, tokens[:, None]).float() * scale[:, None] - peak
     return tokens, chosen[:, 0] - masses.sum(dim=-1, dtype=torch.float64).log().float()
+
+
+def _greedy(tokens: Tensor, scores: Tensor, greedy: Tensor) -> Tensor:
+    """Put the likeliest token into the rows that the host's mask marks."""
+    if not bool(greedy.any()):
+        return tokens
+    rows = send(greedy.nonzero()[:, 0], tokens.device)
+    return tokens.index_copy_(0, rows, scores.index_select(0, rows).argmax(dim=-1))
 
 
 def _lookup(masses: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,18 +121,23 @@ def _lookup(masses: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _restrict(odds: Tensor, limit: Restriction) -> Tensor:
-    """Set entries that may not be sampled to zero; `odds` are relative to the likeliest entry, which has 1."""
+    """Set entries that may not be sampled to zero; `odds` are relative to the likeliest entry, which has 1.
+
+    Rows with `top_p` alone may need more entries than are ranked at first; only then must the host look, and wait.
+    """
     vocabulary = odds.shape[-1]
+    count = min(vocabulary, max(RANKED, int(limit.top_k.max())))
+    certain = bool(((limit.top_k > 0) | (limit.top_p >= 1)).all())
+    limit = Restriction(*(send(each, odds.device) for each in (limit.top_p, limit.top_k, limit.min_p)))
     mass = limit.top_p.to(torch.float64)[:, None] * odds.sum(dim=-1, keepdim=True, dtype=torch.float64)
     unlimited = (limit.top_k == 0) & (limit.top_p >= 1)
-    count = min(vocabulary, max(RANKED, int(limit.top_k.max())))
     while True:
         ranked = odds.topk(count, dim=-1).values
         before = ranked.cumsum(-1, dtype=torch.float64) - ranked
         rank = torch.arange(count, device=odds.device)
         keep = (before < mass) & ((limit.top_k[:, None] == 0) | (rank < limit.top_k[:, None]))
         kept = keep.sum(dim=-1)
-        if count == vocabulary or bool((unlimited | (kept < count) | (limit.top_k == count)).all()):
+        if certain or count == vocabulary or bool((unlimited | (kept < count) | (limit.top_k == count)).all()):
             break
         count = vocabulary
     lowest = ranked.gather(1, (kept - 1).clamp_min(0)[:, None])

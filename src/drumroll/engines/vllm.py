@@ -33,11 +33,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drumroll.config.accelerators import is_accelerator
 from drumroll.config.engines import ENGINES
 from drumroll.engines import Completion, EngineBackend, EngineLost, EngineSetup, Request
 from drumroll.errors import ConfigError, ModelError, did_you_mean
 from drumroll.models import tiny
 from drumroll.models.loading import end_tokens
+from drumroll.processes import accelerator
 from drumroll.sample import StopReason, Version, sample_seed
 
 OWN = ("model", "logprobs_mode", "worker_extension_cls")
@@ -346,7 +348,7 @@ def _prepare_environment() -> None:
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     threads = str(torch.get_num_threads())
     cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads, "TORCH_COMPILE_DISABLE": "1"}
-    for name, value in {**quiet, **({} if torch.cuda.is_available() else cpu)}.items():
+    for name, value in {**quiet, **({} if accelerator.count() else cpu)}.items():
         os.environ.setdefault(name, value)
 
 
@@ -399,7 +401,7 @@ def _make(setup: EngineSetup) -> VllmEngine:
     role, path = setup.role, Path(setup.model).expanduser()
     sizes = {f"{name}_parallel_size": size for name, size in role.parallel.items()}
     lora = {} if setup.lora is None else {"enable_lora": True, "max_lora_rank": max(8, setup.lora.rank)}
-    naps = {"enable_sleep_mode": True} if setup.device.startswith("cuda") else {}
+    naps = {"enable_sleep_mode": True} if is_accelerator(setup.device) else {}
     several = {"distributed_executor_backend": "mp"} if sizes else {}  # else it would ask the Ray around it for devices
     return VllmEngine(
         str(path) if path.exists() else setup.model,

@@ -16,6 +16,7 @@ from drumroll.batch import Batch
 from drumroll.models.head import LogProbModel
 from drumroll.models.loading import LoadedModel
 from drumroll.models.value import value_model
+from drumroll.processes.accelerator import send
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +84,13 @@ class LogProbHead:
             logprobs=logprobs,
             entropy=entropy,
             old=logprobs.detach() if old is None else old,
-            behaviour=micro.behaviour[micro.mask].to(device),
+            behaviour=send(micro.behaviour[micro.mask], device),
             advantages=torch.zeros_like(logprobs) if advantages is None else advantages,
             reference=trained(micro, micro.reference, device),
             teacher=trained(micro, micro.teacher, device),
-            sequence=micro.trace_of_token()[micro.mask].to(device),
-            rewards=micro.rewards[micro.sample_of_token()][micro.mask].to(device),
+            sequence=send(micro.trace_of_token()[micro.mask], device),
+            sequences=micro.num_traces,
+            rewards=send(micro.rewards[micro.sample_of_token()][micro.mask], device),
         )
         per_token, diagnostics = loss(tokens)
         now = logprobs.detach()
@@ -127,4 +129,4 @@ class ValueHead:
 
 def trained(micro: Batch, column: Tensor | None, device: torch.device) -> Tensor | None:
     """[trained tokens] of a column, on a device."""
-    return None if column is None else column[micro.mask].to(device)
+    return None if column is None else send(column[micro.mask], device)

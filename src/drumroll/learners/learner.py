@@ -23,6 +23,7 @@ from drumroll.errors import AlgorithmError
 from drumroll.learners.backend import Backend, Numbers
 from drumroll.learners.heads import Head, LogProbHead, Settings
 from drumroll.learners.statistics import Statistics
+from drumroll.processes.accelerator import send
 
 STATE = "learner.json"
 Aggregation = Callable[[Batch], Tensor]
@@ -125,7 +126,7 @@ class Learner:
     def _loss(self, work: Update, numbers: Numbers, micro: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a micro-batch, summed by the tokens' shares, and diagnostics."""
         assert micro.weights is not None
-        weights = micro.weights[micro.mask].to(numbers[0].device)
+        weights = send(micro.weights[micro.mask], numbers[0].device)
         per_token, diagnostics = self.head.loss(work.loss, numbers, micro, moved=self._moved)
         loss = (per_token * weights).sum()
         if not torch.isfinite(loss):

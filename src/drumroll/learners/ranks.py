@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from drumroll.config.accelerators import is_accelerator
 from drumroll.errors import Interrupted, PeerFailed
 from drumroll.mesh import AXES, Mesh
-from drumroll.processes.rendezvous import Rendezvous, find_store, gloo_options, meeting, register_gloo, steer_nccl
+from drumroll.processes.accelerator import collectives, takes
+from drumroll.processes.rendezvous import Rendezvous, find_store, gloo_options, meeting, register_gloo, steer_collectives
 
 BUCKET = 2**24
 """Elements summed in one collective: large enough for speed, small enough to need little memory."""
@@ -47,7 +49,7 @@ class Ranks:
         seconds: float,
         patience: float | None = None,
     ) -> Ranks:
-        """Wait for the peers at their store, and join them (NCCL on CUDA, gloo elsewhere) at the address of this rank.
+        """Wait for the peers at their store, and join them (by the collectives of its device) at the address of this rank.
 
         `patience` is how long that may take, `seconds` (its default) how long a collective may take.
         """
@@ -55,10 +57,10 @@ class Ranks:
             return ALONE
         patience = seconds if patience is None else patience
         host, address = rendezvous.host, rendezvous.addresses[mesh.rank]
-        store, backend, options = find_store(host, rendezvous.port, patience, address), "nccl", None
+        store, backend, options = find_store(host, rendezvous.port, patience, address), collectives(device), None
         with meeting(store, mesh.rank, mesh.size, address, patience):
-            if device.startswith("cuda"):
-                steer_nccl(address)
+            if is_accelerator(device):
+                steer_collectives(device, address)
             else:
                 backend, options = register_gloo(), gloo_options(host, address, patience)
             limit = timedelta(seconds=seconds)
@@ -104,7 +106,7 @@ class Ranks:
                 raise PeerFailed(
                     f"Rank {self.mesh.rank} of {self.mesh.size} has left its peers after a failure; start the run again."
                 )
-            told = torch.tensor([number], device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+            told = torch.tensor([number], device=takes(dist.get_backend(self.group)))
             self._reduce(told, dist.ReduceOp.MAX, self.group)
             return int(told.item())
 

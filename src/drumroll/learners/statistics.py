@@ -27,16 +27,27 @@ class Statistics:
     tokens: int = 0
     steps: list[tuple[float, float]] = field(default_factory=list)  # gradient norm and learning rate of each optimizer step
     columns: dict[str, list[Tensor]] = field(default_factory=dict)
+    ahead: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)  # losses and columns still on the device
 
     def add(self, loss: Tensor, tokens: int, columns: dict[str, Tensor]) -> None:
         """Count a micro-batch: its part of the loss, its trained tokens, and their diagnostics."""
         self.tokens += tokens
-        self.loss += float(loss)
-        for name, column in columns.items():
-            self.columns.setdefault(name, []).append(column.detach().float().cpu())
+        self.ahead.append((loss.detach(), {name: column.detach().float() for name, column in columns.items()}))
+
+    def settle(self) -> None:
+        """Bring to the host what is still on the device: it waits twice, however much there is."""
+        found, self.ahead = self.ahead, []
+        if not found:
+            return
+        for loss in torch.stack([loss for loss, _ in found]).cpu().tolist():
+            self.loss += loss
+        named = [(name, column) for _, columns in found for name, column in columns.items()]
+        for (name, _), column in zip(named, _to_host([column for _, column in named]), strict=True):
+            self.columns.setdefault(name, []).append(column)
 
     def extend(self, other: Statistics) -> None:
         """Count all that another has counted, but for the optimizer's steps."""
+        other.settle()
         self.tokens += other.tokens
         self.loss += other.loss
         for name, parts in other.columns.items():
@@ -44,6 +55,7 @@ class Statistics:
 
     def metrics(self) -> Metrics:
         """`<area>/<name>`: means over trained tokens, of some also quantiles and maximum."""
+        self.settle()
         steps = max(1, len(self.steps))
         found: Metrics = {"loss": self.loss / steps, "tokens": self.tokens}
         found["grad_norm"] = sum(norm for norm, _ in self.steps) / steps
@@ -59,6 +71,13 @@ class Statistics:
             if name == "correction":  # effective sample size of the corrected tokens, as a share
                 found["effective_samples"] = float(column.sum() ** 2 / (len(column) * (column**2).sum()).clamp_min(1e-12))
         return {f"{self.area}/{name}": float(value) for name, value in found.items()}
+
+
+def _to_host(columns: list[Tensor]) -> list[Tensor]:
+    """The columns in host memory, by one copy; each in memory of its own, because they travel between processes."""
+    if all(column.device.type == "cpu" for column in columns):
+        return columns
+    return [part.clone() for part in torch.cat(columns).cpu().split([len(column) for column in columns])]
 
 
 def merge(parts: Sequence[Statistics]) -> Metrics:

@@ -8,6 +8,7 @@ registered with transformers under `NAME` only unpacks the heads and passes them
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from drumroll.models.kernels import paged_decode
+from drumroll.processes.accelerator import send
 
 NAME = "drumroll"
 HIDDEN = -1e30  # a score with weight 0 that is still finite: a window may hide a whole page
@@ -68,21 +70,21 @@ class Packed:
     """Whole sequences laid end to end; each attends causally to itself only.
 
     Only inside attention are the sequences spread over rows of equal width. Padding is on the right, where causality
-    already hides it, so no mask is needed.
+    already hides it, so no mask is needed. The host knows the lengths, so it computes all indices: a mask would make it
+    wait for the device in every layer.
     """
 
-    def __init__(self, lengths: Tensor) -> None:
-        self.lengths = lengths
-        width = int(lengths.max())
-        starts = torch.cumsum(lengths, 0) - lengths
-        columns = torch.arange(width, device=lengths.device)
-        self.valid = columns < lengths[:, None]
-        self.index = torch.where(self.valid, starts[:, None] + columns, 0)
+    def __init__(self, lengths: Sequence[int], device: Any = "cpu") -> None:
+        sizes = np.array(lengths, np.int64)
+        columns = np.arange(sizes.max())
+        valid = columns < sizes[:, None]
+        starts = np.cumsum(sizes) - sizes
+        self.index = send(np.where(valid, starts[:, None] + columns, 0), device)  # [sequences, width] tokens
+        self.place = send(np.flatnonzero(valid), device)  # [tokens] of each among the padded ones
 
     def positions(self) -> Tensor:
         """Return the position of each token in its own sequence, [1, tokens]."""
-        columns = torch.arange(self.valid.shape[1], device=self.valid.device).expand_as(self.valid)
-        return columns[self.valid][None]
+        return (self.place % self.index.shape[1])[None]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         rows = [x[self.index].transpose(1, 2) for x in (q, k, v)]
@@ -93,7 +95,7 @@ class Packed:
         else:
             mask = band_mask(torch.arange(width, device=q.device), torch.arange(width, device=q.device), window)
             out = F.scaled_dot_product_attention(rows[0], keys, values, attn_mask=mask, scale=scale)
-        return out.transpose(1, 2)[self.valid]
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.place)
 
 
 def band_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
@@ -145,8 +147,7 @@ class PageSlots:
     """The page slots of some tokens: a page and an offset in it for each."""
 
     def __init__(self, pages: list[int], offsets: list[int], device: Any) -> None:
-        self.pages = torch.tensor(pages, device=device)
-        self.offsets = torch.tensor(offsets, device=device)
+        self.pages, self.offsets = send(np.array((pages, offsets), np.int64), device)
 
 
 class Prefill:
@@ -159,7 +160,7 @@ class Prefill:
     def __init__(self, cache: KVCache, at: PageSlots, fresh: list[int], continuing: list[tuple[int, PageSlots]]) -> None:
         self.cache = cache
         self.at = at
-        self.packed = Packed(torch.tensor(fresh, device=at.pages.device)) if fresh else None
+        self.packed = Packed(fresh, at.pages.device) if fresh else None
         self.fresh = sum(fresh)
         self.continuing = continuing
         self.masks: dict[tuple[int, int | None], Tensor] = {}
@@ -199,17 +200,27 @@ class Reads:
 
 
 class _Part:
-    """Pages read together, up to `width` tokens of each. `rows[i]` reads page i; the row number `nobody` is padding."""
+    """Pages read together, up to `width` tokens of each. `rows[i]` reads page i; the row number `nobody` is padding.
+
+    `rows` and `counts`, [pages, columns], and `starts`, [pages], are the host's.
+    """
 
     def __init__(
-        self, pages: Tensor | slice, rows: Tensor, counts: Tensor, starts: Tensor, nobody: int, width: int | None = None
+        self,
+        pages: Tensor | slice,
+        rows: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        nobody: int,
+        device: torch.device,
+        width: int | None = None,
     ) -> None:
         self.pages = pages
         self.width = int(counts.max()) if width is None else width
         self.rows = rows
-        self.ask = rows.clamp_max(nobody - 1)
-        self.counts = counts
-        self.starts = starts
+        self.ask = send(np.minimum(rows, nobody - 1), device)
+        self.counts = send(counts, device)
+        self.starts = send(starts, device)
 
     def mask(self, positions: Tensor, queries: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return an additive mask, [pages, 1, columns × queries, width]: 0 where a row may look."""
@@ -239,6 +250,7 @@ class Decode:
         self.at = at
         self.positions = positions
         self.rows = len(positions)
+        self.device = positions.device
         self.reads = reads
         self.whole = whole
         self.masks: dict[tuple[int, int, int | None], Tensor] = {}
@@ -265,20 +277,16 @@ class Decode:
             parts.append(self._alone(some, slice(low, high) if len(some.pages) > IN_PLACE * (high - low) else None))
         return parts
 
-    def _tensors(self, *arrays: NDArray[np.int64]) -> list[Tensor]:
-        return [torch.from_numpy(x).to(self.positions.device) for x in arrays]
-
     def _alone(self, reads: Reads, span: slice | None, width: int | None = None) -> _Part:
         """Make a part of pages with one reader: a span of the cache in place, or gathered."""
         if span is None:
-            pages, rows, counts, starts = self._tensors(reads.pages, reads.rows, reads.counts, reads.starts)
-            return _Part(pages, rows[:, None], counts[:, None], starts, self.rows)
+            pages = send(reads.pages, self.device)
+            return _Part(pages, reads.rows[:, None], reads.counts[:, None], reads.starts, self.rows, self.device)
         count = span.stop - span.start
         rows, counts, starts = np.full(count, self.rows), np.zeros(count, np.int64), np.zeros(count, np.int64)
         place = reads.pages - span.start
         rows[place], counts[place], starts[place] = reads.rows, reads.counts, reads.starts
-        found = self._tensors(rows, counts, starts)
-        return _Part(span, found[0][:, None], found[1][:, None], found[2], self.rows, width)
+        return _Part(span, rows[:, None], counts[:, None], starts, self.rows, self.device, width)
 
     def _together(self, reads: Reads) -> _Part:
         """Make a part of pages with several readers, one column each."""
@@ -288,8 +296,7 @@ class Decode:
         page = np.repeat(np.arange(len(pages)), readers)
         rows, counts = np.full((len(pages), readers.max()), self.rows), np.zeros((len(pages), readers.max()), np.int64)
         rows[page, column], counts[page, column] = reads.rows[order], reads.counts[order]
-        found = self._tensors(pages, rows, counts, reads.starts[order][first])
-        return _Part(found[0], found[1], found[2], found[3], self.rows)
+        return _Part(send(pages, self.device), rows, counts, reads.starts[order][first], self.rows, self.device)
 
     @cached_property
     def by_row(self) -> tuple[Tensor, Tensor]:
@@ -297,14 +304,14 @@ class Decode:
 
         The mask, [rows, most reads, 1, 1], is added to the reads' log-weights, so that padding weighs nothing.
         """
-        back = torch.cat([part.rows.flatten() for part in self.parts]).cpu().numpy()
+        back = np.concatenate([part.rows.ravel() for part in self.parts])
         order = np.argsort(back, kind="stable")
         counts = np.bincount(back, minlength=self.rows + 1)
         first = np.minimum(counts.cumsum() - counts, len(back) - 1)[:-1]
         columns = np.arange(max(1, counts[:-1].max()))
         own = columns < counts[:-1, None]
-        reads, absent = self._tensors(order[first[:, None] + np.where(own, columns, 0)], np.where(own, 0, -1))
-        return reads, absent[..., None, None] * -HIDDEN
+        reads = send(order[first[:, None] + np.where(own, columns, 0)], self.device)
+        return reads, send(np.where(own, 0, -1), self.device)[..., None, None] * -HIDDEN
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         if self.compiled is not None and self.compiled.fits(q, k):

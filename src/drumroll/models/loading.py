@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from drumroll.config.roles import BUILT_IN_MODELS
-from drumroll.errors import ConfigError, HubError, ModelError, did_you_mean
+from drumroll.errors import HubError, ModelError, did_you_mean
 from drumroll.models import attention, tiny, witness
 from drumroll.models.blocks import BlocksInFiles, BlocksInMemory, BlockSource, parameters_on_meta
 from drumroll.models.tensor_parallel import TensorParallel
+from drumroll.processes import accelerator
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -32,15 +33,6 @@ class LoadedModel:
     tokenizer: Any
     eos: frozenset[int]
     parallel: TensorParallel | None = None  # how it is divided over ranks that compute it together
-
-
-def pick_device(device: str) -> torch.device:
-    """`auto` is CUDA when there is one, else the CPU."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"devices: {device} was asked for, but torch sees no CUDA device here; use 'auto' or 'cpu'.")
-    return torch.device(device)
 
 
 def load(
@@ -59,7 +51,7 @@ def load(
     else:
         module, tokenizer = _from_pretrained(str(tiny.SHIPPED) if name == "tiny" else name, DTYPES[dtype])
     witness.prove(module)
-    module = module.to(device=pick_device(device))
+    module = module.to(device=accelerator.pick(device))
     module.set_attn_implementation(attention.NAME)
     module.eval()
     if recompute_activations:
@@ -148,7 +140,7 @@ def load_classifier(name: str, *, dtype: str, device: str) -> tuple[Any, int]:
     config, tokenizer = module.config, load_tokenizer(name)
     known = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     config.pad_token_id = next(token for token in known if token is not None)
-    return module.to(device=pick_device(device)).eval(), int(config.pad_token_id)
+    return module.to(device=accelerator.pick(device)).eval(), int(config.pad_token_id)
 
 
 def _from_pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:

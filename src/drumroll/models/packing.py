@@ -2,7 +2,7 @@
 
 In inference mode, where nothing is learned, the linear layers of a module use copies of their weights packed for the CPU's
 matrix units, layers given the same input are one product, and norms are one operation instead of six. Elsewhere
-(training, CUDA, layers of other kinds) nothing changes.
+(training, accelerators, layers of other kinds) nothing changes.
 """
 
 from __future__ import annotations

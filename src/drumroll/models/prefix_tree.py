@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drumroll.batch import Path
 from drumroll.models.attention import _repeat_heads, band_mask
+from drumroll.processes.accelerator import send
 
 WASTE = 1.5
 """The largest ratio of padded to needed work in one call; above it, a second call is cheaper."""
@@ -43,7 +44,7 @@ class _Rows:
         places = torch.tensor([p.start for p in paths])[:, None] + torch.arange(wide)
         places = places.minimum(torch.tensor([p.size[1] - 1 for p in paths])[:, None])
         causal = all(p.start == 0 for p in paths)
-        return cls(queries.to(device), keys.to(device), places.to(device), causal)
+        return cls(send(queries, device), send(keys, device), send(places, device), causal)
 
     def mask(self, window: int | None) -> Tensor | None:
         if window is not None and window >= self.keys.shape[1]:
@@ -81,7 +82,7 @@ class PrefixTree:
                 self.place[own] = torch.arange(offset, offset + len(own))
                 self.position[own] = torch.arange(path.start, path.size[1])
                 offset += wide
-        self.place, self.position = self.place.to(device), self.position.to(device)
+        self.place, self.position = send(self.place, device), send(self.position, device)
 
     def positions(self) -> Tensor:
         """Return the position of each node in its sequence, [1, nodes]."""

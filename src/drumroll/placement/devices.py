@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
 
+from drumroll.config.accelerators import Kind
 from drumroll.errors import ConfigError, did_you_mean
 from drumroll.mesh import Mesh
 
@@ -20,13 +21,6 @@ ANCHOR = "actor"
 """The role whose devices the others share when they name none; without it, the first role."""
 AUTO = "auto"
 """The word for the default, where a range, a count or the name of a role may stand; never a role."""
-
-
-class Kind(StrEnum):
-    """The kind of a device."""
-
-    CUDA = "cuda"
-    CPU = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +163,7 @@ def lay_out(pool: Pool, requests: Sequence[DeviceRequest]) -> Layout:
     given = {role: tuple(pool.devices[i] for i in parse(text, _key(role), size)) for role, text in named.items()}
     given |= _counted(pool, {r.role: r.devices for r in requests if isinstance(r.devices, int)}, given)
     if anchor in asked and asked[anchor].is_auto:  # GPUs where there are any: a default never mixes kinds
-        gpus = tuple(d for d in pool.devices if d.kind is Kind.CUDA)
+        gpus = tuple(d for d in pool.devices if d.kind is not Kind.CPU)
         given[anchor] = gpus or pool.devices
     layout = {role: given[_shared(request, asked, anchor, given)] for role, request in asked.items()}
     for role, request in asked.items():
@@ -248,6 +242,6 @@ def _check_parallel(request: DeviceRequest, devices: tuple[Device, ...]) -> None
         raise ConfigError(f"{key}: {product} does not divide {len(devices)} devices.")
     for start in range(0, len(devices), request.replica):
         replica = devices[start : start + request.replica]
-        if len({d.kind for d in replica}) > 1:
+        if len(kinds := dict.fromkeys(d.kind for d in replica)) > 1:
             where = ranges([d.index for d in replica])
-            raise ConfigError(f"{key}: {product} puts one replica on devices {where}, which mix cuda and cpu.")
+            raise ConfigError(f"{key}: {product} puts one replica on devices {where}, which mix {' and '.join(kinds)}.")

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from drumroll.algorithms import REFERENCE, TEACHER, VALUES
 from drumroll.config import RunConfig
+from drumroll.config.accelerators import USUAL
 from drumroll.config.roles import LearnerRole
 from drumroll.errors import ConfigError
 from drumroll.placement.devices import DeviceRequest, Kind, Pool
@@ -49,14 +50,14 @@ def threads_of(config: RunConfig) -> int:
     return config.cluster.threads or config.threads
 
 
-def pool_of(config: RunConfig, gpus: int) -> Pool:
-    """The devices of this machine, which has so many GPUs, as the config asks for them."""
+def pool_of(config: RunConfig, gpus: int, found: str = USUAL) -> Pool:
+    """The devices of this machine, which has so many GPUs of the `found` kind, as the config asks for them."""
     wanted, cores = config.cluster, os.cpu_count() or 1
-    kind = Kind(wanted.kind) if wanted.kind != "auto" else (Kind.CUDA if gpus else Kind.CPU)
-    if kind is Kind.CUDA and (wanted.devices or 1) > gpus:
+    kind = Kind(wanted.kind) if wanted.kind != "auto" else Kind(found if gpus else Kind.CPU)
+    if kind is not Kind.CPU and (wanted.devices or 1) > gpus:
         raise ConfigError(f"cluster.devices: {wanted.devices or 1} GPUs were asked for, but this machine has {gpus}.")
-    count = wanted.devices or (gpus if kind is Kind.CUDA else 1)
-    return Pool.of([{kind: count}], threads_of(config) or (1 if kind is Kind.CUDA else max(1, cores // count)))
+    count = wanted.devices or (gpus if kind is not Kind.CPU else 1)
+    return Pool.of([{kind: count}], threads_of(config) or (1 if kind is not Kind.CPU else max(1, cores // count)))
 
 
 def joins(config: RunConfig) -> bool:

@@ -14,8 +14,8 @@ def peak_gb() -> float:
         status = Path("/proc/self/status").read_text()
         host = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    gpu, torch = 0, sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        gpu = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-    return (host + gpu) / 1e9
+    if "torch" not in sys.modules:
+        return host / 1e9
+    from drumroll.processes import accelerator
+
+    return (host + accelerator.take_peak()) / 1e9

@@ -1,4 +1,4 @@
-"""Rendezvous of torch process groups: stores, gloo and NCCL all use one known address per machine, never a guess.
+"""Rendezvous of torch process groups: stores, gloo and the collectives of accelerators all use one known address per machine, never a guess.
 
 The runtime knows the address of every machine (`RayRuntime.host_of`) and passes each process its own. A store on
 loopback joins processes of one machine; gloo then listens on loopback too.
@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from drumroll.config.accelerators import family
 from drumroll.errors import ConfigError, DrumrollError
 
 LOOPBACK = "127.0.0.1"
@@ -153,6 +154,19 @@ COLLECTIVES = {
 """Methods of a process group, and the names under which its gloo group has them."""
 
 
+def device_group(device: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make a group of an accelerator's own collectives, apart from torch's default group."""
+    backend = family(device).collectives
+    made: Any = getattr(dist, f"ProcessGroup{backend.upper()}", None)
+    if made is None:
+        raise ConfigError(
+            f"cluster.weight_sync: this torch makes no groups of {backend} for {device} apart from its default group; use shared."
+        )
+    options = made.Options()
+    options._timeout = timeout
+    return made(store, rank, size, options)
+
+
 def register_gloo() -> str:
     """Register gloo at a chosen address as a backend of `dist.init_process_group`, which takes `gloo_options` as `pg_options`.
 
@@ -168,14 +182,14 @@ def register_gloo() -> str:
     return GLOO
 
 
-def steer_nccl(address: str) -> None:
-    """Bind NCCL to the interface with this address, unless NCCL_SOCKET_IFNAME is set.
+def steer_collectives(device: str, address: str) -> None:
+    """Bind the collectives of a device to the interface with this address, unless their environment variable says another.
 
     Call before the process makes its first group.
     """
-    name = next((name for name, own in interfaces().items() if own == address), None)
-    if name is not None and address != LOOPBACK:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    variable, name = family(device).interface, next((name for name, own in interfaces().items() if own == address), None)
+    if variable and name is not None and address != LOOPBACK:
+        os.environ.setdefault(variable, f"={name}")
 
 
 def interfaces() -> dict[str, str]:

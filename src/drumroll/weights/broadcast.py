@@ -1,4 +1,4 @@
-"""Weight sync by broadcast, for engines on any host: gloo in main memory, NCCL between CUDA devices.
+"""Weight sync by broadcast, for engines on any host: gloo in main memory, their own collectives between accelerators.
 
 Store and gloo listen on one address.
 
@@ -26,7 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drumroll.processes.rendezvous import LOOPBACK, find_store, gloo_group, gloo_options, meeting, open_store, steer_nccl
+from drumroll.processes import accelerator
+from drumroll.processes.rendezvous import (
+    LOOPBACK,
+    device_group,
+    find_store,
+    gloo_group,
+    gloo_options,
+    meeting,
+    open_store,
+    steer_collectives,
+)
 from drumroll.sample import Version
 from drumroll.weights import ALIGN, AS_IS, Entry, Named, Packing, WeightManifest, WeightSyncError, WrongVersion, lend, unpack
 
@@ -87,11 +97,9 @@ class _Link:
             if self.meeting.device == "cpu":
                 options = gloo_options(self.meeting.host, self.address, self.meeting.seconds)
                 return gloo_group(store, self.rank, size, options)
-            torch.cuda.set_device(self.meeting.device)
-            steer_nccl(self.address)
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self.timeout
-            return dist.ProcessGroupNCCL(store, self.rank, size, options)
+            accelerator.select(self.meeting.device)
+            steer_collectives(self.meeting.device, self.address)
+            return device_group(self.meeting.device, store, self.rank, size, self.timeout)
 
     def send(self, attempt: int, version: Version, buckets: Iterable[tuple[list[Entry], Tensor]]) -> None:
         """Broadcast a version in a numbered attempt; returns when all have taken it."""
@@ -216,7 +224,7 @@ class BroadcastSender:
         try:
             if sending is not None:
                 sending.result()
-        except RuntimeError as error:  # raised by torch: gloo, NCCL or the store
+        except RuntimeError as error:  # raised by torch: gloo, collectives of a device or the store
             raise WeightSyncError(f"The weights did not reach all engines; close this sender and meet anew: {error}") from error
 
     def _run(self, attempt: int, version: Version, tensors: Iterator[tuple[str, Tensor]], done: Future[None]) -> None:
@@ -282,7 +290,7 @@ class BroadcastReceiver:
                 if header.version != manifest.version:
                     raise WrongVersion(f"The manifest announces version {manifest.version}, the sender sends {header.version}.")
                 yield from unpack(data, header.entries)
-        except RuntimeError as error:  # raised by torch: gloo, NCCL or the store
+        except RuntimeError as error:  # raised by torch: gloo, collectives of a device or the store
             raise WeightSyncError(f"Version {manifest.version} did not arrive: {error}") from error
         finally:
             for _ in buckets:  # a caller that stops early still takes the rest, so that the other ranks need not wait

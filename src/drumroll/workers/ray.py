@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from typing_extensions import override
 
 from drumroll.algorithms import REFERENCE
@@ -29,6 +28,7 @@ from drumroll.mesh import Mesh
 from drumroll.models.loading import load_tokenizer
 from drumroll.placement.devices import DeviceSet, Kind, Layout, lay_out
 from drumroll.placement.layout import joins, pool_of, requests, threads_of
+from drumroll.processes import accelerator
 from drumroll.processes.rendezvous import LOOPBACK, Rendezvous, open_store
 from drumroll.rewards.judge_client import open_judge
 from drumroll.rewards.model import RewardModel
@@ -63,7 +63,7 @@ async def open_ray(config: RunConfig) -> RayWorkers:
     """Join or start the cluster, lay the roles out, and start them."""
     pool = None
     if not joins(config):  # mistakes are told before anything starts
-        pool = pool_of(config, torch.cuda.device_count())
+        pool = pool_of(config, accelerator.count(), accelerator.kind())
         lay_out(pool, requests(config, needs_of(config)))
     wanted = config.cluster
     runtime = RayRuntime(
@@ -271,7 +271,7 @@ class RayWorkers(Workers):
         own = not self.config.engine_traits().own_process  # else the engine's tensors are not in its worker's process
         device_sets = [self._actors.device_sets[0], *(self._engines.device_sets[rank] for rank in ranks)]
         ends = [
-            End(self.runtime.host_of(p[0]), p[0].index if p[0].kind is Kind.CUDA and (own or not i) else None)
+            End(self.runtime.host_of(p[0]), p[0].index if p[0].kind is not Kind.CPU and (own or not i) else None, p[0].kind)
             for i, p in enumerate(device_sets)
         ]
         transport, packing = choose(self.config.cluster.weight_sync, ends), Packing(checksum=self.config.cluster.checksum)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Concatenate, cast
 
 from typing_extensions import override
 
+from drumroll.config.accelerators import FAMILIES, USUAL
 from drumroll.errors import DrumrollError, MissingExtra
 from drumroll.placement.devices import Device, DeviceSet, Kind, Pool, ranges
 from drumroll.processes import lifeline
@@ -71,8 +72,8 @@ class _Server(WorkerServer):
         return about
 
 
-def _gpu() -> str:
-    return os.environ["CUDA_VISIBLE_DEVICES"]
+def _gpu(variable: str) -> str:
+    return os.environ[variable]
 
 
 NICENESS = "RAY_worker_niceness"
@@ -110,7 +111,7 @@ class RayRuntime:
         view_tensors()
         self.pool = pool or (choose or pool_of_cluster)()
         self.groups: list[RayGroup[Any]] = []
-        shapes = [{"CPU": float(d.threads)} | ({"GPU": 1.0} if d.kind is Kind.CUDA else {}) for d in self.pool.devices]
+        shapes = [{"CPU": float(d.threads)} | ({"GPU": 1.0} if d.kind is not Kind.CPU else {}) for d in self.pool.devices]
         self.bundles = placement_group(shapes, strategy="PACK", name=self.name)
         RayRuntime._open.add(self)
         if not self.bundles.wait(seconds):
@@ -154,20 +155,21 @@ class RayRuntime:
             "RAY_kill_child_processes_on_worker_exit": "false",  # Python's tracker frees vLLM's shared memory after its processes
         }
         if devices[0].kind is Kind.CPU:
-            env["CUDA_VISIBLE_DEVICES"] = ""
+            env[FAMILIES[USUAL].visible] = ""
         elif len(devices) > 1:
-            env |= {"CUDA_VISIBLE_DEVICES": self._seen_by(devices), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+            visible = FAMILIES[devices[0].kind].visible
+            env |= {visible: self._seen_by(devices), f"RAY_EXPERIMENTAL_NOSET_{visible}": "1"}
         return common | {"runtime_env": {"env_vars": env}} | self._on(devices[0])
 
     def _on(self, device: Device) -> dict[str, Any]:
         """What puts a worker into a device's bundle."""
         bundle = PlacementGroupSchedulingStrategy(self.bundles, placement_group_bundle_index=self._bundle[device.index])
-        return {"num_gpus": SHARE if device.kind is Kind.CUDA else 0, "scheduling_strategy": bundle}
+        return {"num_gpus": SHARE if device.kind is not Kind.CPU else 0, "scheduling_strategy": bundle}
 
     def _seen_by(self, devices: DeviceSet) -> str:
         """The GPUs of a device set as their machine counts them, which Ray tells only to those who run there."""
         new = [device for device in devices if device.index not in self._gpus]
-        asked = [GPU.options(num_cpus=0, **self._on(device)).remote() for device in new]
+        asked = [GPU.options(num_cpus=0, **self._on(device)).remote(FAMILIES[device.kind].visible) for device in new]
         try:
             told: list[str] = ray.get(asked, timeout=self._patience)
         except RayError as error:
@@ -275,21 +277,22 @@ def pool_of_cluster(kind: str = "auto", count: int | None = None, threads: int =
     """
     have = [node["Resources"] for node in _nodes()]
     gpus = [int(r.get("GPU", 0)) for r in have]
-    cuda = kind == "cuda" or (kind == "auto" and any(gpus))
+    found = Kind(kind) if kind != "auto" else USUAL if any(gpus) else Kind.CPU
+    accelerated = found is not Kind.CPU
     cores = [int(r.get("CPU", 0)) for r in have]
     most = min((c for c in cores if c), default=1) if count is None else max(cores)
     fits = (t for t in range(most, 0, -1) if count is None or sum(c // t for c in cores) >= count)
-    each = threads or (1 if cuda else next(fits, 1))
-    room = gpus if cuda else [c // each for c in cores]
-    total = sum(room) if cuda else max(1, sum(places > 0 for places in room))
+    each = threads or (1 if accelerated else next(fits, 1))
+    room = gpus if accelerated else [c // each for c in cores]
+    total = sum(room) if accelerated else max(1, sum(places > 0 for places in room))
     left, taken = total if count is None else count, list[int]()
     if left > sum(room):
-        what = "GPUs" if cuda else f"slots of {each} CPU threads"
+        what = "GPUs" if accelerated else f"slots of {each} CPU threads"
         raise ClusterError(f"cluster.devices asks for {left} {what}, but the cluster has {sum(room)}.")
     for places in room:
-        taken.append(min(places, left) if count is not None or cuda else min(places, 1))
+        taken.append(min(places, left) if count is not None or accelerated else min(places, 1))
         left -= taken[-1]
-    return Pool.of([{Kind.CUDA if cuda else Kind.CPU: n} for n in taken], each)
+    return Pool.of([{found: n} for n in taken], each)
 
 
 @dataclass(slots=True)

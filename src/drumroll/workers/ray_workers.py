@@ -19,7 +19,7 @@ from drumroll.learners import Learner
 from drumroll.learners.ranks import Ranks
 from drumroll.mesh import Mesh
 from drumroll.models.lora import peft_config
-from drumroll.placement.devices import Device, Kind
+from drumroll.placement.devices import Device
 from drumroll.processes.deadline import CpuTimeExceeded
 from drumroll.processes.memory import peak_gb
 from drumroll.processes.pool import KillablePool, RemoteError
@@ -49,7 +49,7 @@ class Assignment:
     @property
     def torch_device(self) -> str:
         """The device as torch names it in the worker's process, which sees its own GPUs only."""
-        return "cuda" if self.device.kind is Kind.CUDA else "cpu"
+        return str(self.device.kind)
 
 
 def make_learner_worker(

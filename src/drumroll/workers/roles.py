@@ -25,7 +25,7 @@ L = TypeVar("L", bound=Learner)
 
 
 def local_device(config: RunConfig, section: ActorRole | ReferenceRole | CriticRole | JudgeRole | RewardModelRole) -> str:
-    """The torch device of a role in this process: its own, else the actor's, else CUDA where there is one."""
+    """The torch device of a role in this process: its own, else the actor's, else the accelerator where there is one."""
     return str(section.devices or config.roles.actor.devices or "auto")
 
 

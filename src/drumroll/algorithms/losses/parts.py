@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drumroll.algorithms.statistics import LOG_LIMIT, log_ratio, means_of, sums_by
+from drumroll.algorithms.statistics import LOG_LIMIT, log_ratio, means_of, totals_of
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.registry import Registry
 
@@ -27,6 +27,7 @@ class Tokens:
     sequence: Tensor  # which sequence of the micro-batch a token belongs to
     rewards: Tensor | None = None  # of the token's sample
     teacher: Tensor | None = None
+    sequences: int | None = None  # at most so many; the host knows it, and else would wait for the device to count them
 
     def ratio(self) -> Tensor:
         """Probability now over probability before the update."""
@@ -35,9 +36,7 @@ class Tokens:
     def sequence_ratio(self, *, mean: bool) -> Tensor:
         """[trained tokens] the ratio of each token's whole sequence: geometric mean over its tokens, or product."""
         gap = log_ratio(self.logprobs, self.old, limit=1e4)  # the sequence's is cut below
-        total = (
-            means_of(gap, self.sequence) if mean else sums_by(gap, self.sequence, int(self.sequence.max()) + 1)[self.sequence]
-        )
+        total = (means_of if mean else totals_of)(gap, self.sequence, self.sequences)
         return torch.exp(total.clamp(-LOG_LIMIT, LOG_LIMIT))
 
 

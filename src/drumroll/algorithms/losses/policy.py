@@ -50,7 +50,7 @@ class PolicyLoss:
         stats = {"ratio": ratio, "clipped": (clipped(ratio, config) != ratio).float()}
         loss = LOSSES.get(config.loss)(tokens, config)
         if config.correction != "none":
-            weights = behaviour_weights(tokens.old, tokens.behaviour, tokens.sequence, config)
+            weights = behaviour_weights(tokens.old, tokens.behaviour, tokens.sequence, config, tokens.sequences)
             loss = loss * weights
             stats["correction"] = weights
         if config.kl and tokens.reference is not None:

@@ -23,11 +23,12 @@ from drumroll.learners.backend import LearnerSpec
 from drumroll.learners.pieces import Piece
 from drumroll.learners.ranks import Ranks
 from drumroll.models.blocks import BlockSource, materialise, replace_parameters
-from drumroll.models.loading import DTYPES, LoadedModel, load_empty, pick_device
+from drumroll.models.loading import DTYPES, LoadedModel, load_empty
 from drumroll.models.lora import BASE, add_adapters, first_adapter, is_adapter
 from drumroll.models.tensor_parallel import TensorParallel, divide
 from drumroll.models.value import BODY, ValueModel
 from drumroll.models.witness import decoder_layers
+from drumroll.processes import accelerator
 
 
 @dataclass
@@ -109,7 +110,7 @@ def open_divided(spec: LearnerSpec) -> tuple[LoadedModel, nn.Module, Division]:
     division = Division(spec.ranks, DTYPES[spec.dtype], prefix, model.parallel, rows)
     if mesh.shard > 1:
         _shard(scorer, layers, spec.ranks, spec.parallel, DTYPES[spec.dtype])
-    materialise(scorer, pick_device(spec.device))
+    materialise(scorer, accelerator.pick(spec.device))
     _fill(model.module, source, division, spec.name)
     return model, scorer, division
 
@@ -132,7 +133,7 @@ def _shard(scorer: nn.Module, layers: Iterable[nn.Module], ranks: Ranks, paralle
 
 def _device_mesh(ranks: Ranks) -> DeviceMesh:
     """The ranks with this one's `tensor` coordinate, as FSDP sees them: replicas × shards, or shards alone."""
-    mesh, kind = ranks.mesh, "cuda" if dist.get_backend(ranks.group) == "nccl" else "cpu"
+    mesh, kind = ranks.mesh, accelerator.takes(dist.get_backend(ranks.group))
     mine = next(group for group in mesh.along("data", "shard") if mesh.rank in group)
     if mesh.data == 1:
         return DeviceMesh.from_group(ranks.along["shard"], kind, mesh_dim_names=("shard",))

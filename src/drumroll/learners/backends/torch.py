@@ -35,6 +35,7 @@ from drumroll.models.loading import LoadedModel, load
 from drumroll.models.lora import add_adapters, save_model, without_adapters
 from drumroll.models.prefix_tree import PrefixTree
 from drumroll.models.value import ValueModel
+from drumroll.processes import accelerator
 
 MASTER = "master.safetensors"
 MOMENTS = "optimizer.safetensors"
@@ -141,8 +142,8 @@ class TorchBackend:
             one = torch.zeros(1, dtype=torch.int64, device=self.device)
             return one, PrefixTree([Path(one.cpu())], self.device), one, one, settings.temperature, settings.entropy_gradient
         tree = micro.tree()
-        before = tree.node_of[micro.mask.nonzero()[:, 0] - 1].to(self.device)
-        tokens, chosen = tree.tokens.to(self.device), micro.tokens[micro.mask].to(self.device)
+        before = accelerator.send(tree.node_of[micro.mask.nonzero()[:, 0] - 1], self.device)
+        tokens, chosen = (accelerator.send(x, self.device) for x in (tree.tokens, micro.tokens[micro.mask]))
         layout = PrefixTree(tree.paths, self.device)
         return tokens, layout, before, chosen, settings.temperature, settings.entropy_gradient
 
@@ -325,7 +326,7 @@ class TorchBackend:
             for key, value in state.items():
                 if isinstance(value, Tensor) and key != "step":
                     state[key] = value.to(device)
-        torch.cuda.empty_cache()
+        accelerator.empty_cache()
 
 
 def torch_learner(
