@@ -46,6 +46,14 @@ class Count:
         return -(-max(number, self.least) // self.multiple) * self.multiple
 
 
+class Snapshot(Protocol):
+    """A rank's part of a checkpoint, in host memory."""
+
+    def write(self, folder: Path) -> None:
+        """Write it below a folder. Runs beside training, so it must not communicate with other ranks."""
+        ...
+
+
 class Backend(Protocol):
     """Weights, gradients and optimizer of a role. Ranks call every method together, with the same number of micro-batches."""
 
@@ -95,12 +103,12 @@ class Backend(Protocol):
         """
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write master weights and optimizer state, which `load` reads on any mesh."""
+    def snapshot(self) -> Snapshot:
+        """Copy master weights and optimizer state to host memory; written, they are what `load` reads on any mesh."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Return to a saved state."""
+        """Return to a saved state. Each rank reads only what it holds."""
         ...
 
     def export(self, folder: Path) -> None:

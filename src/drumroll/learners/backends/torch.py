@@ -14,25 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drumroll.batch import Batch
 from drumroll.config.optim import OptimConfig
-from drumroll.errors import Interrupted, StoreError
+from drumroll.errors import Interrupted
 from drumroll.learners.backend import BACKENDS, Count, LearnerSpec, LossFunction, Numbers
+from drumroll.learners.checkpoint import Snapshot
+from drumroll.learners.checkpoint import load as load_checkpoint
 from drumroll.learners.heads import Head, LogProbHead, Settings, ValueHead
 from drumroll.learners.learner import Learner
+from drumroll.learners.pieces import Piece
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.statistics import Statistics
 from drumroll.models.loading import LoadedModel, load
 from drumroll.models.lora import add_adapters, save_model, without_adapters
 from drumroll.models.prefix_tree import PrefixTree
 from drumroll.models.value import ValueModel
-
-MASTER = "master.safetensors"
-MOMENTS = "optimizer.safetensors"
-
 
 @BACKENDS.register("torch", shares_weights=True, adapters=True)
 def open_backend(spec: LearnerSpec) -> TorchBackend:
@@ -169,35 +167,21 @@ class TorchBackend:
         for name, parameter in zip(self.names, self.working, strict=True):
             yield name, parameter.detach()
 
-    def save(self, folder: Path) -> None:
-        """All ranks hold the same; the first one writes."""
-        if self.ranks.mesh.rank:
-            return
+    def pieces(self) -> list[Piece]:
+        """The master weights as this rank holds them: whole, the same on all ranks."""
+        first = self.ranks.mesh.rank == 0
+        return [
+            Piece(name, tuple(master.shape), (0,) * master.dim(), master.detach(), first)
+            for name, master in zip(self.names, self.master, strict=True)
+        ]
+
+    def snapshot(self) -> Snapshot:
         assert self.optimizer is not None, "a frozen role has no state"
-        save_file({n: p.detach().contiguous() for n, p in zip(self.names, self.master, strict=True)}, folder / MASTER)
-        moments: dict[str, Tensor] = {}
-        for name, parameter in zip(self.names, self.master, strict=True):
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                moments[f"{name}/{key}"] = value.contiguous()
-        save_file(moments, folder / MOMENTS)
+        return Snapshot.take(self.ranks.mesh.rank, self.pieces(), self.master, self.optimizer)
 
     def load(self, folder: Path) -> None:
         assert self.optimizer is not None, "a frozen role has no state"
-        master = load_file(folder / MASTER)
-        if set(master) != set(self.names):
-            raise StoreError(f"the checkpoint {folder} holds another model than the config names")
-        moments = load_file(folder / MOMENTS)
-        with torch.no_grad():
-            for name, parameter in zip(self.names, self.master, strict=True):
-                parameter.copy_(master[name])
-        state: dict[int, dict[str, Tensor]] = {}
-        name_of = {parameter: name for name, parameter in zip(self.names, self.master, strict=True)}
-        ordered = [name_of[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
-        for index, name in enumerate(ordered):
-            keys = {k.rpartition("/")[2]: v for k, v in moments.items() if k.rpartition("/")[0] == name}
-            if keys:
-                state[index] = {k: v if k == "step" else v.to(self.device) for k, v in keys.items()}
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        load_checkpoint(folder, self.pieces(), self.master, self.optimizer)
         self._refresh_working()
 
     def export(self, folder: Path) -> None:
