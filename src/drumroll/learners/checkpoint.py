@@ -183,7 +183,9 @@ def _plan(folder: Path, pieces: Sequence[Piece]) -> tuple[HuggingFaceStorageRead
     items: list[ReadItem] = []
     for piece in pieces:
         found = saved.state_dict_metadata.get(piece.name)
-        chunks = found if isinstance(found, TensorStorageMetadata) else TensorStorageMetadata(TensorProperties(), torch.Size(()), [])
+        chunks = (
+            found if isinstance(found, TensorStorageMetadata) else TensorStorageMetadata(TensorProperties(), torch.Size(()), [])
+        )
         own = create_read_items_for_chunk_list(piece.name, chunks, [_chunk(piece)]) if piece.tensor.numel() else []
         if not _covered(own, piece.tensor.numel()):
             raise _incomplete(folder.parent, f"the files in {folder.name}/ do not hold every element of {piece.name} once")

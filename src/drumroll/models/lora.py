@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from drumroll.config.roles import LoraConfig
 from drumroll.errors import ConfigError, ModelError
@@ -52,25 +53,23 @@ def without_adapters(module: Any) -> Generator[None]:
         module.enable_adapters()
 
 
-def save_model(model: LoadedModel, folder: Path) -> None:
-    """A plain Hugging Face directory; adapters are merged into it, and kept alone in `adapter/` beside."""
-    module = model.module
-    if has_adapters(module):
-        module.save_pretrained(folder / "adapter")
-        module = merged(module)
-    module.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
-
-
-def merged(module: Any) -> Any:
-    """A copy whose weights are those of the model with its adapters."""
+def base_weights(module: Any) -> Iterator[tuple[str, Tensor, Any]]:
+    """The parameters under the adapters, by their names without adapters, each with the layer whose adapters change it or None."""
     from peft.tuners.lora import LoraLayer
 
-    plain = copy.deepcopy(module)
-    for name, layer in list(plain.named_modules()):
-        if isinstance(layer, LoraLayer):
-            layer.merge(safe_merge=True)
-            parent, _, last = name.rpartition(".")
-            setattr(plain.get_submodule(parent), last, layer.get_base_layer())
-    plain._hf_peft_config_loaded = False
-    return plain
+    layers = {path: layer for path, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+    for name, parameter in module.named_parameters():
+        path, _, last = name.rpartition(".base_layer.")
+        if path in layers:
+            yield f"{path}.{last}", parameter.detach(), layers[path] if last == "weight" else None
+        elif not any(name.startswith(f"{path}.") for path in layers):
+            yield name, parameter.detach(), None
+
+
+def merge(layer: Any, weight: Tensor) -> Tensor:
+    """A copy of a layer's weight with its adapters added."""
+    merged = weight.clone()
+    with torch.no_grad():
+        for adapter in layer.active_adapters:
+            merged += layer.get_delta_weight(adapter).to(merged.dtype)
+    return merged

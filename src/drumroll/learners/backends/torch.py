@@ -27,10 +27,12 @@ from drumroll.learners.learner import Learner
 from drumroll.learners.pieces import Piece
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.statistics import Statistics
+from drumroll.models.export import export_model
 from drumroll.models.loading import LoadedModel, load
-from drumroll.models.lora import add_adapters, save_model, without_adapters
+from drumroll.models.lora import add_adapters, without_adapters
 from drumroll.models.prefix_tree import PrefixTree
 from drumroll.models.value import ValueModel
+
 
 @BACKENDS.register("torch", shares_weights=True, adapters=True)
 def open_backend(spec: LearnerSpec) -> TorchBackend:
@@ -185,8 +187,8 @@ class TorchBackend:
         self._refresh_working()
 
     def export(self, folder: Path) -> None:
-        if self.ranks.mesh.rank == 0:
-            save_model(self.model, folder)
+        shapes = {piece.name: piece.shape for piece in self.pieces()}
+        export_model(self.model, self.weights(), shapes, folder if self.ranks.mesh.rank == 0 else None)
 
     # --- sharing a device ---
 
