@@ -1,9 +1,13 @@
 """A resume takes the newest complete checkpoint that the ledger names; without the ledger, the newest complete one."""
 
+import errno
+import os
 import shutil
 import sqlite3
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,8 +16,10 @@ from safetensors.torch import load_file
 import drumroll
 import drumroll as package
 from drumroll.errors import StoreError
+from drumroll.learners.checkpoint import Snapshot
 from drumroll.observe.progress import Quiet
 from drumroll.runfiles.ledger_queries import LedgerReader
+from drumroll.runfiles.reader import RunReader
 from drumroll.store.run import Run
 
 
@@ -232,3 +238,79 @@ def test_a_second_process_on_a_run_directory_is_refused(small, tmp_path, drumrol
         first.kill()
         first.wait()
     assert Run.open(path).metrics
+
+
+PLANTED = """
+import pathlib, sys, time
+import drumroll
+from drumroll.learners.checkpoint import Snapshot
+
+write, folder = Snapshot.write, pathlib.Path(sys.argv[2])
+
+def slow(self, path):
+    write(self, path)
+    if "step-000003" in str(path):
+        (folder / "writing").touch()
+        time.sleep(3600)
+
+Snapshot.write = slow
+drumroll.train(sys.argv[1])
+"""
+"""A run whose third checkpoint is never complete."""
+
+
+def test_a_run_killed_while_a_checkpoint_is_written_continues_from_the_one_before(small, tmp_path, untimed):
+    """Steps go on beside the write: step 4 is done, though the checkpoint of step 3 is not. All after step 2 is done again."""
+    changes = {"deterministic": True, "checkpoint": {"every": 1, "keep": 9}, "eval": {"every": 2}, "steps": 5}
+    whole = drumroll.train(small(name="whole", **changes))
+    recipe, path = tmp_path / "recipe.yaml", tmp_path / "runs" / "cut"
+    recipe.write_text(yaml.safe_dump(small(name="cut", **changes), sort_keys=False))
+    process = subprocess.Popen([sys.executable, "-c", PLANTED, str(recipe), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not ((tmp_path / "writing").exists() and [m["step"] for m in RunReader(path).metrics][-1:] == [4]):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "the run waits for its checkpoint"
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    assert RunReader(path).checkpoints.steps() == [1, 2]
+    assert (path / "checkpoints" / ".step-000003.tmp" / "master").exists()
+    ledger = LedgerReader(path / "ledger.sqlite")
+    assert (set(ledger.checkpoints()), ledger.committed()) == ({1, 2}, {1, 2, 3})
+    resumed = drumroll.train(resume=path)
+    assert lives(path, "checkpoints") == lives(path, "commits") == {1: 1, 2: 1, 3: 2, 4: 2, 5: 2}
+    assert untimed(resumed) == untimed(whole)
+    assert trained(path) == trained(whole.path)
+    assert not list((path / "checkpoints").glob(".*"))
+    assert resumed.checkpoints.best() == whole.checkpoints.best()
+    for step in (3, 5):
+        assert tensors(resumed.checkpoints.path(step)) == tensors(whole.checkpoints.path(step)), step
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_commit(small, monkeypatch):
+    """The step after it is done meanwhile; what was saved before stays."""
+    write = Snapshot.write
+
+    def broken(self, folder):
+        if "step-000002" in str(folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, folder)
+
+    monkeypatch.setattr(Snapshot, "write", broken)
+    recipe = small(steps=5, checkpoint={"every": 1, "keep": 9}, eval={"sets": {}})
+    with pytest.raises(
+        StoreError, match=r"cannot write .*step-000002: No space left on device. Free some space, then continue"
+    ):
+        drumroll.train(recipe)
+    run = RunReader.open(Path(recipe["output"]) / recipe["name"])
+    assert run.checkpoints.steps() == [1]
+    assert {2} <= run.open_ledger().committed() <= {1, 2, 3}
+    monkeypatch.setattr(Snapshot, "write", write)
+    assert drumroll.train(resume=run.path).summary["steps"] == 5
+
+
+def test_the_time_of_saving_is_told_apart(small):
+    """How long the loop was blocked, and how long the write took beside it."""
+    run = drumroll.train(small(steps=4, checkpoint={"every": 1}, eval={"sets": {}}))
+    assert all("time/checkpoint" in m for m in run.metrics[2:])
+    assert any("time/checkpoint_write" in m for m in run.metrics[2:])

@@ -21,7 +21,6 @@ from drumroll.errors import StoreError
 from drumroll.learners import checkpoint
 from drumroll.learners.checkpoint import Snapshot, load
 from drumroll.learners.pieces import Piece
-from drumroll.processes.rendezvous import LOOPBACK, open_store
 
 BETAS = (0.8, 0.9)
 
@@ -230,9 +229,9 @@ def test_the_format_of_before_is_refused(tmp_path):
     )
 
 
-def write_while_others_sum(rank, port, folder):
+def write_while_others_sum(rank, meeting, folder):
     """Ranks save their blocks without waiting for each other: the last begins when all others have written."""
-    dist.init_process_group("gloo", init_method=f"tcp://{LOOPBACK}:{port}", rank=rank, world_size=3)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=3)
     mine = ranks(model([(6, 4), (5,)]), (3, 1, 1))[rank]
     mine.fill(1, 2, 3)
     if rank < 2:
@@ -249,15 +248,10 @@ def write_while_others_sum(rank, port, folder):
 
 def test_ranks_save_and_load_without_collectives(tmp_path):
     """A collective in saving would wait here for ever for ranks that sum."""
-    found = run_ranks(write_while_others_sum, 3, free_port(), tmp_path, seconds=60)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    found = run_ranks(write_while_others_sum, 3, tmp_path / "meeting", folder, seconds=60)
     whole = ranks(model([(6, 4), (5,)]), (1, 3, 1))
     for rank, state in zip(whole, found, strict=True):
         rank.fill(1, 2, 3)
         assert all(torch.equal(a, b) for x, y in zip(rank.state(), state, strict=True) for a, b in zip(x, y, strict=True))
-
-
-def free_port():
-    store = open_store(LOOPBACK)
-    port = store.port
-    del store
-    return port

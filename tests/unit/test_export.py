@@ -4,9 +4,12 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as hf
 from forked import run_ranks
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from drumroll.config.roles import LoraConfig
 from drumroll.models import export
@@ -130,11 +133,7 @@ def test_a_tensor_that_never_comes_is_missed(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_alone_and_merged(tmp_path, dtype):
     """As peft itself writes and merges them; the model that trains is left as it was."""
-    model = load("tiny-random", dtype=dtype, seed=1)
-    add_adapters(model, LoraConfig(rank=4, alpha=8))
-    for name, parameter in model.module.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+    model = adapted(dtype)
     before = {name: p.detach().clone() for name, p in model.module.named_parameters()}
     model.module.save_pretrained(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
@@ -148,6 +147,16 @@ def test_adapters_alone_and_merged(tmp_path, dtype):
     assert ours == theirs
     assert same(tensors(tmp_path / "ours"), by_peft(model.module))
     assert hf.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").config.architectures == ["LlamaForCausalLM"]
+
+
+def adapted(dtype="float32"):
+    """A model whose adapters change it."""
+    model, generator = load("tiny-random", dtype=dtype, seed=1), torch.Generator().manual_seed(0)
+    add_adapters(model, LoraConfig(rank=4, alpha=8))
+    for name, parameter in model.module.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    return model
 
 
 def by_peft(module):
@@ -177,3 +186,36 @@ def test_all_ranks_take_every_tensor_and_the_first_writes(tmp_path):
     first, second = run_ranks(second_rank_only_iterates, 2, tmp_path)
     assert first == second
     assert same(tensors(tmp_path), dict(load("tiny-random", seed=1).module.named_parameters()))
+
+
+def sharded(rank, meeting, folder, adapters):
+    """Export a model whose parameters lie in halves on two ranks."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    model = adapted() if adapters else load("tiny-random", seed=1)
+    for layer in model.module.model.layers:
+        fully_shard(layer)
+    fully_shard(model.module)
+
+    def whole(tensor):
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    trained = {n: p for n, p in model.module.named_parameters() if "lora_" in n or not adapters}
+    shapes = {name: tuple(p.shape) for name, p in trained.items()}
+    weights = ((name, whole(p.detach())) for name, p in trained.items())
+    export_model(model, weights, shapes, folder if rank == 0 else None, whole=whole)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_model_in_shards_is_exported_as_one_whole(tmp_path, adapters):
+    alone, halves = tmp_path / "alone", tmp_path / "halves"
+    halves.mkdir()
+    run_ranks(sharded, 2, tmp_path / "meeting", halves, adapters, seconds=120)
+    model = adapted() if adapters else load("tiny-random", seed=1)
+    if adapters:
+        model.module.save_pretrained(alone / "adapter")
+        assert same(tensors(halves / "adapter"), tensors(alone / "adapter"))
+        assert same(tensors(halves), by_peft(model.module))
+    else:
+        assert same(tensors(halves), dict(model.module.named_parameters()))
+    assert json.loads((halves / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

@@ -40,8 +40,8 @@ MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TENSORS = "tensors.json"
 OLD_FORMAT = "master.safetensors"
-FILE_BYTES = 2**28
-"""The size at which a rank begins its next file. Writing a file needs three times its size in memory for a moment."""
+FILE_BYTES = 2**27
+"""The size at which a rank begins its next file. While one is made, other threads wait: safetensors holds Python's lock."""
 
 
 # --- saving ---
