@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -244,8 +245,13 @@ PLANTED = """
 import pathlib, sys, time
 import drumroll
 from drumroll.learners.checkpoint import Snapshot
+from drumroll.observe.progress import Quiet
 
 write, folder = Snapshot.write, pathlib.Path(sys.argv[2])
+
+class Telling(Quiet):
+    def notice(self, text):
+        (folder / "told").touch()
 
 def slow(self, path):
     write(self, path)
@@ -254,23 +260,29 @@ def slow(self, path):
         time.sleep(3600)
 
 Snapshot.write = slow
-drumroll.train(sys.argv[1])
+drumroll.train(sys.argv[1], progress=Telling())
 """
 """A run whose third checkpoint is never complete."""
+
+
+def begin_slow(recipe, tmp_path):
+    """Start such a run; returns its process when step 4 is done and the checkpoint of step 3 is being written."""
+    file, path = tmp_path / "recipe.yaml", tmp_path / "runs" / recipe["name"]
+    file.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    command = [sys.executable, "-c", PLANTED, str(file), str(tmp_path)]
+    process, deadline = subprocess.Popen(command, stderr=subprocess.PIPE, text=True), time.monotonic() + 120
+    while not ((tmp_path / "writing").exists() and [m["step"] for m in RunReader(path).metrics][-1:] == [4]):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "the run waits for its checkpoint"
+        time.sleep(0.02)
+    return process, path
 
 
 def test_a_run_killed_while_a_checkpoint_is_written_continues_from_the_one_before(small, tmp_path, untimed):
     """Steps go on beside the write: step 4 is done, though the checkpoint of step 3 is not. All after step 2 is done again."""
     changes = {"deterministic": True, "checkpoint": {"every": 1, "keep": 9}, "eval": {"every": 2}, "steps": 5}
     whole = drumroll.train(small(name="whole", **changes))
-    recipe, path = tmp_path / "recipe.yaml", tmp_path / "runs" / "cut"
-    recipe.write_text(yaml.safe_dump(small(name="cut", **changes), sort_keys=False))
-    process = subprocess.Popen([sys.executable, "-c", PLANTED, str(recipe), str(tmp_path)], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not ((tmp_path / "writing").exists() and [m["step"] for m in RunReader(path).metrics][-1:] == [4]):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, "the run waits for its checkpoint"
-        time.sleep(0.02)
+    process, path = begin_slow(small(name="cut", **changes), tmp_path)
     process.kill()
     process.communicate()
     assert RunReader(path).checkpoints.steps() == [1, 2]
@@ -285,6 +297,21 @@ def test_a_run_killed_while_a_checkpoint_is_written_continues_from_the_one_befor
     assert resumed.checkpoints.best() == whole.checkpoints.best()
     for step in (3, 5):
         assert tensors(resumed.checkpoints.path(step)) == tensors(whole.checkpoints.path(step)), step
+
+
+def test_a_second_interrupt_abandons_the_checkpoint_that_is_being_written(small, tmp_path):
+    process, path = begin_slow(small(checkpoint={"every": 1, "keep": 9}, steps=9, eval={"sets": {}}), tmp_path)
+    try:
+        process.send_signal(signal.SIGINT)
+        while not (tmp_path / "told").exists():  # or both would be one
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert f"interrupted; saved after step 2. Continue with: drumroll train --resume {path}" in said
+    assert [p.name for p in sorted((path / "checkpoints").iterdir())] == ["step-000001", "step-000002"]
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_commit(small, monkeypatch):
