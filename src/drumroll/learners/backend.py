@@ -19,6 +19,7 @@ from torch import Tensor
 from drumroll.batch import Batch
 from drumroll.config.optim import OptimConfig
 from drumroll.config.roles import LoraConfig, ParallelConfig
+from drumroll.learners.checkpoint import Snapshot
 from drumroll.learners.heads import Head, Settings
 from drumroll.learners.ranks import Ranks
 from drumroll.learners.statistics import Statistics
@@ -44,14 +45,6 @@ class Count:
     def fit(self, number: int) -> int:
         """The smallest permitted count that holds so many."""
         return -(-max(number, self.least) // self.multiple) * self.multiple
-
-
-class Snapshot(Protocol):
-    """A rank's part of a checkpoint, in host memory."""
-
-    def write(self, folder: Path) -> None:
-        """Write it below a folder. Runs beside training, so it must not communicate with other ranks."""
-        ...
 
 
 class Backend(Protocol):

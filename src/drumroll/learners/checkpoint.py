@@ -135,16 +135,15 @@ def load(folder: Path, pieces: Sequence[Piece], masters: Sequence[Tensor], optim
     A checkpoint of other tensors, or with parts missing, is refused before anything is changed.
     """
     step = _check(folder, pieces)
-    targets = {MASTER: list(pieces)}
-    for key in MOMENTS if step else ():
-        targets[key] = [replace(p, tensor=torch.zeros_like(m)) for p, m in zip(pieces, masters, strict=True)]
-    plans = {name: _plan(folder / name, wanted) for name, wanted in targets.items()}
-    for name, (reader, plan) in plans.items():
-        reader.read_data(plan, _Target(targets[name])).wait()
+    plans = {name: _plan(folder / name, pieces) for name in (MASTER, *(MOMENTS if step else ()))}
     optimizer.state.clear()
-    for i, master in enumerate(masters if step else ()):
-        moments = {key: targets[key][i].tensor for key in MOMENTS}
-        optimizer.state[master] = {"step": torch.tensor(step, device=master.device), **moments}
+    for master in masters if step else ():
+        optimizer.state[master] = {"step": torch.tensor(step, device=master.device)}
+    for key, (reader, plan) in plans.items():
+        tensors = [p.tensor for p in pieces] if key == MASTER else [torch.zeros_like(m) for m in masters]
+        reader.read_data(plan, _Target(pieces, tensors)).wait()
+        for master, moment in zip(masters, tensors, strict=True) if key != MASTER else ():
+            optimizer.state[master][key] = moment
 
 
 def _check(folder: Path, pieces: Sequence[Piece]) -> float:
@@ -182,11 +181,9 @@ def _plan(folder: Path, pieces: Sequence[Piece]) -> tuple[HuggingFaceStorageRead
     saved = _metadata(reader, folder)
     items: list[ReadItem] = []
     for piece in pieces:
-        found = saved.state_dict_metadata.get(piece.name)
-        chunks = (
-            found if isinstance(found, TensorStorageMetadata) else TensorStorageMetadata(TensorProperties(), torch.Size(()), [])
-        )
-        own = create_read_items_for_chunk_list(piece.name, chunks, [_chunk(piece)]) if piece.tensor.numel() else []
+        found, own = saved.state_dict_metadata.get(piece.name), list[ReadItem]()
+        if isinstance(found, TensorStorageMetadata) and piece.tensor.numel():
+            own = create_read_items_for_chunk_list(piece.name, found, [_chunk(piece)])
         if not _covered(own, piece.tensor.numel()):
             raise _incomplete(folder.parent, f"the files in {folder.name}/ do not hold every element of {piece.name} once")
         items += own
@@ -222,9 +219,9 @@ def _overlap(one: Any, other: Any) -> bool:
 class _Target(DefaultLoadPlanner):
     """Tells the reader where a rank's blocks are in memory."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self._tensors = {piece.name: piece.tensor.detach() for piece in pieces}
+        self._tensors = {piece.name: tensor.detach() for piece, tensor in zip(pieces, tensors, strict=True)}
 
     @override
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

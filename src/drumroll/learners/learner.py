@@ -20,7 +20,8 @@ from drumroll.algorithms.losses import Loss, ValueLoss
 from drumroll.batch import Batch
 from drumroll.config.optim import OptimConfig
 from drumroll.errors import AlgorithmError
-from drumroll.learners.backend import Backend, Numbers, Snapshot
+from drumroll.learners.backend import Backend, Numbers
+from drumroll.learners.checkpoint import Snapshot
 from drumroll.learners.heads import Head, LogProbHead, Settings
 from drumroll.learners.statistics import Statistics
 from drumroll.processes.threads import beside
