@@ -1,13 +1,22 @@
 """Checkpoints are written beside the loop: one at a time, named in the ledger when complete, and never half."""
 
 import asyncio
+import threading
 
 import pytest
+import torch
 
+from drumroll.config.optim import OptimConfig
 from drumroll.errors import StoreError
+from drumroll.learners import Learner
+from drumroll.learners.backends.torch import torch_learner
+from drumroll.learners.checkpoint import Snapshot
+from drumroll.models.loading import load
 from drumroll.store.checkpoints import Checkpoints
 from drumroll.store.ledger import Ledger
 from drumroll.store.saving import BackgroundSaver
+from drumroll.workers.group import LocalGroup, Role
+from drumroll.workers.server import WorkerServer
 
 
 class World:
@@ -119,5 +128,47 @@ def test_folders_of_a_killed_process_are_removed_on_resume(tmp_path):
         (tmp_path / "checkpoints" / ".step-000002.tmp" / "master").mkdir(parents=True)
         world.checkpoints.discard_after(1)
         assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+    asyncio.run(story())
+
+
+def learner():
+    return torch_learner(load("tiny-random", seed=1), OptimConfig(), total_steps=1)
+
+
+async def served():
+    """A learner as a worker's process serves it."""
+    server = WorkerServer(frozenset())
+    about = await server.open(learner)
+    assert "write" in about.free  # nor does the caller's side hold it back
+    return server.worker, server.call
+
+
+async def local():
+    group = LocalGroup(Role.ACTOR, [learner()])
+    return group.workers[0], lambda method, *arguments: group.call(0, getattr(Learner, method), *arguments)
+
+
+@pytest.mark.parametrize("begin", [served, local])
+def test_a_learner_works_while_its_snapshot_is_written(tmp_path, monkeypatch, begin):
+    """The files hold the weights of the snapshot, whatever became of them meanwhile."""
+    go, write = threading.Event(), Snapshot.write
+    monkeypatch.setattr(Snapshot, "write", lambda self, folder: (go.wait(60), write(self, folder)))
+
+    async def story():
+        worker, call = await begin()
+        await call("snapshot")
+        writing = asyncio.ensure_future(call("write", tmp_path))
+        await asyncio.sleep(0)
+        before = [master.detach().clone() for master in worker.backend.master]
+        with torch.no_grad():
+            for master in worker.backend.master:
+                master.add_(1.0)
+        assert await call("learning_rate") > 0
+        assert not writing.done()
+        go.set()
+        assert await writing is None
+        await call("load", tmp_path)
+        assert all(torch.equal(*pair) for pair in zip(worker.backend.master, before, strict=True))
 
     asyncio.run(story())
