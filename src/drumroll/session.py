@@ -27,6 +27,7 @@ from drumroll.runfiles.format import LEDGER
 from drumroll.sample import Sample
 from drumroll.store.ledger import Ledger
 from drumroll.store.run import Run
+from drumroll.store.saving import BackgroundSaver
 from drumroll.workers.group import WorkerGroup
 from drumroll.workers.runtime import Workers
 
@@ -84,6 +85,8 @@ class Session:
         self._told: set[str] = set()
         self.ledger: Ledger | None = None
         self._committed: dict[str, Any] = {}
+        self._write_time: Metrics = {}
+        self._saver = BackgroundSaver(run.checkpoints, clock, self._written)
 
     def open_ledger(self) -> Ledger:
         """Return the ledger of this run, opened at the first call. It listens to every event of a sample."""
@@ -119,6 +122,7 @@ class Session:
             if self.resume and self.run.metrics:
                 self.progress.notice(f"{self.run.path} has no complete checkpoint: the run begins again at step 0.")
             self.run.rewind(-1)
+            self.run.checkpoints.discard_after(0)
             self.run.checkpoints.restore_best(None)
             ledger.resume(0)
             self._committed = self._state()
@@ -131,10 +135,11 @@ class Session:
             raise self._interrupted()
 
     async def commit(self, metrics: Metrics, samples: Sequence[Sample] = ()) -> None:
-        """Make a step durable: rollouts and metrics, its checkpoint if one is due, its commit row last.
+        """Make a step durable: rollouts and metrics, its commit row last; start to write its checkpoint if one is due.
 
-        A run that was asked to stop ends here.
+        A run that was asked to stop ends here, and one whose last checkpoint could not be written.
         """
+        await self._saver.check()
         self.step += 1
         self._committed = self._state()
         ledger = self.open_ledger()
@@ -156,16 +161,15 @@ class Session:
         self.run.append_metrics(self.step, metrics)
         self.trackers.log(self.step, metrics)
         self.progress.committed(self.step, metrics)
-        best = score is not None and score > self.run.checkpoints.best_score()
+        so_far = self._saver.best()
+        best = score is not None and (so_far is None or score > so_far["score"])
         stop = self._stopping and not last
         due = best or last or stop or bool(config.checkpoint.every and self.step % config.checkpoint.every == 0)
         if due:
-            await self._save({"step": self.step, "score": score} if best else self.run.checkpoints.best())
-        if best and score is not None:
-            self.run.checkpoints.mark_best(self.step, score)
+            await self._save({"step": self.step, "score": score} if best else so_far)
         ledger.commit(self.step)
-        self.run.checkpoints.prune(ledger.checkpoints())
         if stop:
+            await self._saver.wait()
             raise self._interrupted()
 
     def record_failed(self, samples: Sequence[Sample]) -> None:
@@ -180,8 +184,9 @@ class Session:
             metrics: Metrics = {}
             await self._evaluate_step(metrics)
             self.run.append_metrics(self.step, metrics | self._take_times())
-            await self._save(self.run.checkpoints.best())
+            await self._save(self._saver.best())
             self.open_ledger().commit(self.step)
+        await self._saver.wait()
         with self.run.new_model() as folder:
             await self.workers.actor.broadcast(Learner.export, folder.absolute())
         self._close_ledger()
@@ -243,26 +248,32 @@ class Session:
             ledger.close()
 
     def _take_times(self) -> Metrics:
-        times = self._stage_times | self._peaks
-        self._stage_times, self._peaks = {}, {}
+        times = self._stage_times | self._peaks | self._write_time
+        self._stage_times, self._peaks, self._write_time = {}, {}, {}
         return times
+
+    def _written(self, seconds: float) -> None:
+        self._write_time = {"time/checkpoint_write": seconds}
 
     def _state(self) -> dict[str, Any]:
         loop = {name: part.state() for name, part in self._resumable.items()}
         return {"loop": loop, "before": self.before, "after": self.after}
 
     async def _save(self, best: Mapping[str, Any] | None) -> None:
-        """Save the step, then name its checkpoint in the ledger. A step saved before keeps its weights."""
+        """Take a snapshot of the step and begin to write it. A step saved before keeps its weights."""
         checkpoints = self.run.checkpoints
         async with self.stage("checkpoint"):
+            await self._saver.wait()
             evaluations = {"before": self.before, "after": self.after, "best": best}
             state = {**self._committed, **evaluations, "seconds": self.seconds()}
             if self.step in checkpoints.steps():
                 checkpoints.amend(self.step, state)
                 return
-            parts = {part: partial(_save_learner, group) for part, group in self.workers.learners().items()}
-            await checkpoints.save(self.step, parts, state)
-        self.open_ledger().add_checkpoint(self.step, checkpoints.path(self.step).name)
+            learners = self.workers.learners()
+            for group in learners.values():
+                await group.broadcast(Learner.snapshot)
+        parts = {part: partial(_write_learner, group) for part, group in learners.items()}
+        self._saver.start(self.step, parts, state, self.open_ledger())
 
     def _saved(self) -> int | None:
         """The step that a resume continues from."""
@@ -275,6 +286,7 @@ class Session:
 
         Call it while nothing is in flight. Nothing is deleted before the checkpoint is loaded.
         """
+        await self._end_save()
         await self.workers.renew_learners()
         state, ledger = self.run.checkpoints.state(step), self.open_ledger()
         for part, group in self.workers.learners().items():
@@ -305,6 +317,15 @@ class Session:
                 f"the run continues from it, and {len(outcomes)} samples in {LEDGER} were rebuilt from rollouts/."
             )
 
+    async def _end_save(self) -> None:
+        """Wait for the save in flight. Its failure is only told: the run ends, or returns to an earlier checkpoint."""
+        try:
+            await self._saver.wait()
+        except asyncio.CancelledError:  # abandoned
+            pass
+        except Exception as error:
+            self.progress.notice(f"a checkpoint was not saved: {error}")
+
     # --- interruption ---
 
     async def drive(self, loop: Coroutine[Any, Any, None]) -> None:
@@ -317,14 +338,17 @@ class Session:
                 self.progress.notice("Stopping after this step; Ctrl-C again ends the run at once, without saving the step.")
                 return
             self.workers.interrupt()
+            self._saver.abandon()
             task.cancel()
 
         with _on_interrupt(stop):
             try:
                 await task
             except asyncio.CancelledError:
+                self._saver.abandon()
                 raise (self._interrupted() if self._stopping else asyncio.CancelledError()) from None
             finally:
+                await self._end_save()
                 self._close_ledger()
                 self.trackers.close()
                 self.progress.close()
@@ -336,8 +360,8 @@ class Session:
         return Interrupted(f"interrupted; saved {where}. Continue with: drumroll train --resume {self.run.path}")
 
 
-async def _save_learner(group: WorkerGroup[Learner], folder: Path) -> None:
-    await group.broadcast(Learner.save, folder.absolute())
+async def _write_learner(group: WorkerGroup[Learner], folder: Path) -> None:
+    await group.broadcast(Learner.write, folder.absolute())
 
 
 def _speeds(metrics: Metrics, times: Metrics) -> Metrics:

@@ -202,8 +202,9 @@ def test_bfloat16_weights_with_float32_masters(small):
     assert 0 < run.metrics[1]["train/mismatch"] < 0.5
     from safetensors.torch import load_file
 
-    saved = load_file(run.checkpoints.path(2) / "master.safetensors")
-    assert all(t.dtype == torch.float32 for t in saved.values())
+    for folder in ("master", "exp_avg", "exp_avg_sq"):
+        [file] = (run.checkpoints.path(2) / folder).iterdir()
+        assert all(t.dtype == torch.float32 for t in load_file(file).values())
 
 
 def test_failing_rewards_are_recorded_and_the_run_goes_on(small, mine):

@@ -19,6 +19,7 @@ from torch import Tensor
 from drumroll.batch import Batch
 from drumroll.config.optim import OptimConfig
 from drumroll.config.roles import LoraConfig, ParallelConfig
+from drumroll.learners.checkpoint import Snapshot
 from drumroll.learners.heads import Head, Settings
 from drumroll.learners.ranks import Ranks
 from drumroll.learners.statistics import Statistics
@@ -95,12 +96,12 @@ class Backend(Protocol):
         """
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write master weights and optimizer state, which `load` reads on any mesh."""
+    def snapshot(self) -> Snapshot:
+        """Copy master weights and optimizer state to host memory; written, they are what `load` reads on any mesh."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Return to a saved state."""
+        """Return to a saved state. Each rank reads only what it holds."""
         ...
 
     def export(self, folder: Path) -> None:

@@ -21,9 +21,11 @@ from drumroll.batch import Batch
 from drumroll.config.optim import OptimConfig
 from drumroll.errors import AlgorithmError
 from drumroll.learners.backend import Backend, Numbers
+from drumroll.learners.checkpoint import Snapshot
 from drumroll.learners.heads import Head, LogProbHead, Settings
 from drumroll.learners.statistics import Statistics
 from drumroll.processes.accelerator import send
+from drumroll.processes.threads import beside
 
 STATE = "learner.json"
 Aggregation = Callable[[Batch], Tensor]
@@ -52,6 +54,7 @@ class Learner:
         self.total_steps = total_steps
         self.step = 0
         self._moved = False
+        self._snapshot: tuple[int, Snapshot] | None = None
 
     # --- inference ---
 
@@ -170,11 +173,25 @@ class Learner:
         """The trained weights, whole, one at a time."""
         return self.backend.weights()
 
+    def snapshot(self) -> None:
+        """Copy everything that `load` needs to host memory, for `write`."""
+        self._snapshot = (self.step, self.backend.snapshot())
+
+    async def write(self, folder: Path) -> None:
+        """Write the snapshot on a thread of its own and free it; a coroutine, so that other calls do not wait for it."""
+        await beside(partial(self._write, folder))
+
     def save(self, folder: Path) -> None:
-        """Write everything that `load` needs."""
-        self.backend.save(folder)
+        """Take a snapshot and write it."""
+        self.snapshot()
+        self._write(folder)
+
+    def _write(self, folder: Path) -> None:
+        assert self._snapshot is not None, "write follows snapshot"
+        (step, snapshot), self._snapshot = self._snapshot, None
+        snapshot.write(folder)
         if self.backend.ranks.mesh.rank == 0:
-            (folder / STATE).write_text(json.dumps({"step": self.step}))
+            (folder / STATE).write_text(json.dumps({"step": step}))
 
     def load(self, folder: Path) -> None:
         """Return to a saved state."""

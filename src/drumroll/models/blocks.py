@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from drumroll.errors import ModelError
 
@@ -133,3 +134,9 @@ def materialise(module: nn.Module, device: torch.device) -> None:
         (first, name), *others = places
         for part, other in others:
             part._parameters[other] = first._parameters[name]
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """The memory of a parameter on this rank."""
+    found = parameter.detach()
+    return found.to_local() if isinstance(found, DTensor) else found

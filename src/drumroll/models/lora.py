@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drumroll.config.roles import LoraConfig
 from drumroll.errors import ConfigError, ModelError
@@ -83,25 +81,22 @@ def without_adapters(module: Any) -> Generator[None]:
         module.enable_adapters()
 
 
-def save_model(model: LoadedModel, folder: Path) -> None:
-    """A plain Hugging Face directory; adapters are merged into it, and kept alone in `adapter/` beside."""
-    module = model.module
-    if has_adapters(module):
-        module.save_pretrained(folder / "adapter")
-        module = merged(module)
-    module.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
-
-
-def merged(module: Any) -> Any:
-    """A copy whose weights are those of the model with its adapters."""
+def base_weights(module: Any) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """The parameters under the adapters, each with its name, and the path of the layer whose adapters change it, or nothing."""
     from peft.tuners.lora import LoraLayer
 
-    plain = copy.deepcopy(module)
-    for name, layer in list(plain.named_modules()):
-        if isinstance(layer, LoraLayer):
-            layer.merge(safe_merge=True)
-            parent, _, last = name.rpartition(".")
-            setattr(plain.get_submodule(parent), last, layer.get_base_layer())
-    plain._hf_peft_config_loaded = False
-    return plain
+    layers = {path for path, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+    for name, parameter in module.named_parameters():
+        path, _, last = name.rpartition(BASE)
+        if path in layers or not any(name.startswith(f"{path}.") for path in layers):
+            yield name, parameter, path if last == "weight" else ""
+
+
+def merge(layer: Any, path: str, weight: Tensor, adapters: Mapping[str, Tensor]) -> Tensor:
+    """A copy of a layer's weight with its adapters added, given all adapters by name."""
+    merged, precision = weight.clone(), torch.promote_types(weight.dtype, torch.float32)
+    for adapter in layer.active_adapters:
+        a, b = (adapters[f"{path}.lora_{side}.{adapter}.weight"].to(weight.device, precision) for side in "AB")
+        delta = (b @ a) * layer.scaling[adapter]
+        merged += (delta.T if layer.fan_in_fan_out else delta).to(merged.dtype)
+    return merged

@@ -33,7 +33,7 @@ SINGLES = {
     "rollout/tokens_per_s": "Generated tokens/s",
 }
 FROM_ZERO = ("rollout/length", "rollout/tokens_per_s")
-NOT_STAGES = ("time/step", "time/tokens_per_s")  # A sum of the stages and a speed: no stages themselves.
+NOT_STAGES = ("time/step", "time/tokens_per_s", "time/checkpoint_write")  # A sum, a speed, and work beside the stages.
 EVAL = re.compile(r"eval/([^/]+)(/sampled)?")
 COLOURS = 8  # As many as the template has; a chart with more series is split.
 STEPS_DRAWN = 1500

@@ -7,15 +7,17 @@ computation runs on threads that end when their work does, and threads that comp
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 LINGER = 0.02
 """Seconds that an idle thread waits for more work before it ends."""
 
@@ -115,3 +117,18 @@ class SerialExecutor:
             else:
                 future.set_result(result)
             del function, future, job
+
+
+async def beside(function: Callable[[], T]) -> T:
+    """Run a function that waits for a disk, not for a core, on a thread that the end of the process does not wait for."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # the caller sees the error
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="beside", daemon=True).start()
+    return await asyncio.wrap_future(future)

@@ -74,10 +74,7 @@ def new_folder(path: Path) -> Generator[Path]:
             make_folder(path.parent)
             temporary.mkdir()
             yield temporary
-            for entry in temporary.rglob("*"):
-                if not entry.is_symlink():
-                    sync(entry)
-            sync(temporary)
+            sync_tree(temporary)
             remove_folder(path)
             os.rename(temporary, path)
             sync(path.parent)
@@ -103,6 +100,14 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         for folder in missing:
             sync(folder.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush a folder with everything in it to disk."""
+    for entry in folder.rglob("*"):
+        if not entry.is_symlink():
+            sync(entry)
+    sync(folder)
 
 
 def sync(path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from drumroll.processes.threads import beside
 from drumroll.runfiles.checkpoints import BEST, STATE, CheckpointFolder
-from drumroll.runfiles.durable import new_folder, remove_folder, write_text
+from drumroll.runfiles.durable import new_folder, remove_folder, sync_tree, write_text
 
 
 class Checkpoints(CheckpointFolder):
@@ -28,6 +31,7 @@ class Checkpoints(CheckpointFolder):
                 (folder / part).mkdir(exist_ok=True)
                 await write(folder / part)
             (folder / STATE).write_text(json.dumps({"step": step, **state}, indent=2))
+            await beside(partial(sync_tree, folder))  # then `new_folder` need not wait for the disk
 
     def amend(self, step: int, state: Mapping[str, Any]) -> None:
         """Replace the controller's state in a checkpoint; its weights stay."""
@@ -44,7 +48,9 @@ class Checkpoints(CheckpointFolder):
         return max((*known, *lost), default=None)
 
     def discard_after(self, step: int) -> None:
-        """Delete the checkpoints of steps that a resume at `step` does again."""
+        """Delete the checkpoints of steps that a resume at `step` does again, and folders that a killed process left."""
+        for stray in self.folder.glob(".step-*"):
+            shutil.rmtree(stray, ignore_errors=True)
         for superseded in self.steps():
             if superseded > step:
                 remove_folder(self.path(superseded))

@@ -1,8 +1,8 @@
 """Writes a run directory: config, metrics, rollouts, checkpoints, summary. Resuming needs nothing else.
 
-Order of a step: rollouts and metrics, then the checkpoint, the checkpoint's ledger row, and the step's commit row last; each
-is on disk before the next begins. A resume cuts off all that is newer than the checkpoint that it continues from, and does
-those steps again.
+Order of a step: rollouts, metrics, and the step's commit row last; of a checkpoint, which is written beside later steps: its
+folder, then its ledger row. Each is on disk before the next begins. A resume cuts off all that is newer than the checkpoint
+that it continues from, and does those steps again.
 """
 
 from __future__ import annotations

@@ -67,7 +67,13 @@ class WorkerGroup(ABC, Generic[W]):
         """Run a method on one worker."""
         return await self._send(rank, method.__name__, args, kwargs)
 
-    async def broadcast(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    @overload
+    async def broadcast(
+        self, method: Callable[Concatenate[W, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]: ...
+    @overload
+    async def broadcast(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    async def broadcast(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run a method on all workers with the same arguments; results in rank order."""
         return await _together(*(self._send(rank, method.__name__, args, kwargs) for rank in range(self.size)))
 

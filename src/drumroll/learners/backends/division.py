@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from drumroll.config.roles import ParallelConfig
 from drumroll.errors import ConfigError, ModelError
 from drumroll.learners.backend import LearnerSpec
 from drumroll.learners.pieces import Piece
 from drumroll.learners.ranks import Ranks
-from drumroll.models.blocks import BlockSource, materialise, replace_parameters
+from drumroll.models.blocks import BlockSource, local_tensor, materialise, replace_parameters
 from drumroll.models.loading import DTYPES, LoadedModel, load_empty
 from drumroll.models.lora import BASE, add_adapters, first_adapter, is_adapter
 from drumroll.models.tensor_parallel import TensorParallel, divide
@@ -102,6 +101,9 @@ def open_divided(spec: LearnerSpec) -> tuple[LoadedModel, nn.Module, Division]:
         model.parallel = divide(model.module, spec.ranks.along["tensor"])
     if spec.lora is not None:
         add_adapters(model, spec.lora, empty=True)
+        if spec.dtype == "float64":  # peft makes adapters of the type of weights that exist
+            adapters = [p for name, p in model.module.named_parameters() if is_adapter(name)]
+            replace_parameters(model.module, {p: nn.Parameter(p.detach().double()) for p in adapters})
     model = spec.head.attach(model)
     if spec.optim is None:
         model.module.requires_grad_(False)
@@ -139,12 +141,6 @@ def _device_mesh(ranks: Ranks) -> DeviceMesh:
         return DeviceMesh.from_group(ranks.along["shard"], kind, mesh_dim_names=("shard",))
     groups = [ranks.along["data"], ranks.along["shard"]]
     return DeviceMesh.from_group(groups, kind, torch.tensor(mine).view(mesh.data, mesh.shard), mesh_dim_names=("data", "shard"))
-
-
-def local_tensor(parameter: Tensor) -> Tensor:
-    """The memory of a parameter on this rank."""
-    found = parameter.detach()
-    return found.to_local() if isinstance(found, DTensor) else found
 
 
 def _fill(module: nn.Module, source: BlockSource, division: Division, model: str) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -23,22 +22,23 @@ from torch.distributed.tensor import DTensor
 from drumroll.batch import Batch, Path
 from drumroll.config.optim import OptimConfig
 from drumroll.config.roles import ParallelConfig
-from drumroll.errors import Interrupted, StoreError
+from drumroll.errors import Interrupted
 from drumroll.learners.backend import BACKENDS, Count, LearnerSpec, LossFunction, Numbers
-from drumroll.learners.backends.division import Division, local_tensor, open_divided
+from drumroll.learners.backends.division import Division, open_divided
+from drumroll.learners.checkpoint import Snapshot
+from drumroll.learners.checkpoint import load as load_checkpoint
 from drumroll.learners.heads import Head, LogProbHead, Settings, ValueHead
 from drumroll.learners.learner import Learner
 from drumroll.learners.pieces import Piece
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.statistics import Statistics
+from drumroll.models.blocks import local_tensor
+from drumroll.models.export import export_model
 from drumroll.models.loading import LoadedModel, load
-from drumroll.models.lora import add_adapters, save_model, without_adapters
+from drumroll.models.lora import add_adapters, without_adapters
 from drumroll.models.prefix_tree import PrefixTree
 from drumroll.models.value import ValueModel
 from drumroll.processes import accelerator
-
-MASTER = "master.safetensors"
-MOMENTS = "optimizer.safetensors"
 
 
 @BACKENDS.register("torch", shares_weights=True, adapters=True)
@@ -268,40 +268,23 @@ class TorchBackend:
         first = self.ranks.mesh.rank == 0
         return [Piece(name, tuple(m.shape), (0,) * m.dim(), m.detach(), first) for name, m in named]
 
-    def save(self, folder: FilePath) -> None:
-        """All ranks hold the same; the first one writes."""
-        if self.ranks.mesh.rank:
-            return
+    def snapshot(self) -> Snapshot:
         assert self.optimizer is not None, "a frozen role has no state"
-        save_file({n: p.detach().contiguous() for n, p in zip(self.names, self.master, strict=True)}, folder / MASTER)
-        moments: dict[str, Tensor] = {}
-        for name, parameter in zip(self.names, self.master, strict=True):
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                moments[f"{name}/{key}"] = value.contiguous()
-        save_file(moments, folder / MOMENTS)
+        return Snapshot.take(self.ranks.mesh.rank, self.pieces(), self.master, self.optimizer)
 
     def load(self, folder: FilePath) -> None:
         assert self.optimizer is not None, "a frozen role has no state"
-        master = load_file(folder / MASTER)
-        if set(master) != set(self.names):
-            raise StoreError(f"the checkpoint {folder} holds another model than the config names")
-        moments = load_file(folder / MOMENTS)
-        with torch.no_grad():
-            for name, parameter in zip(self.names, self.master, strict=True):
-                parameter.copy_(master[name])
-        state: dict[int, dict[str, Tensor]] = {}
-        name_of = {parameter: name for name, parameter in zip(self.names, self.master, strict=True)}
-        ordered = [name_of[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
-        for index, name in enumerate(ordered):
-            keys = {k.rpartition("/")[2]: v for k, v in moments.items() if k.rpartition("/")[0] == name}
-            if keys:
-                state[index] = {k: v if k == "step" else v.to(self.device) for k, v in keys.items()}
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        load_checkpoint(folder, self.pieces(), self.master, self.optimizer)
         self._refresh_working()
 
     def export(self, folder: FilePath) -> None:
-        if self.ranks.mesh.rank == 0:
-            save_model(self._model, folder)
+        shapes, target = {piece.name: piece.shape for piece in self.pieces()}, folder if self.ranks.mesh.rank == 0 else None
+        if self.divided is None:
+            export_model(self._model, self.weights(), shapes, target)
+            return
+        division = self.divided.division
+        with self.ranks.failing_together(), torch.no_grad():
+            export_model(self._model, self.weights(), shapes, target, whole=division.whole, dtype=division.dtype)
 
     # --- sharing a device ---
 

@@ -1,0 +1,229 @@
+"""Checkpoints of a training role: master weights and AdamW's moments as Hugging-Face-named safetensors.
+
+Each rank writes its blocks into files of its own, and reads only the parts of the files that its blocks need, however the
+ranks that wrote them were divided. Files go through `torch.distributed.checkpoint`; nothing is pickled. No function here
+communicates with other ranks, so a snapshot may be written while the process group trains.
+
+    master/ exp_avg/ exp_avg_sq/    tensors by name, in `shard-<rank>-model-<i>-of-<n>.safetensors`
+    tensors.json                    whole shapes by name, and the number of steps that AdamW took
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from typing_extensions import override
+
+from drumroll.errors import StoreError
+from drumroll.learners.pieces import Piece
+
+MASTER = "master"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+TENSORS = "tensors.json"
+OLD_FORMAT = "master.safetensors"
+FILE_BYTES = 2**27
+"""The size at which a rank begins its next file. While one is made, other threads wait: safetensors holds Python's lock."""
+
+
+# --- saving ---
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies of a rank's blocks in host memory; training may go on while they are written."""
+
+    rank: int
+    shapes: Mapping[str, Sequence[int]]  # of whole tensors
+    step: float  # how many AdamW took; it has no moments before the first
+    blocks: Mapping[str, Sequence[Piece]]  # by folder; those that this rank writes
+
+    @classmethod
+    def take(cls, rank: int, pieces: Sequence[Piece], masters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> Snapshot:
+        """Copy what this rank writes: of each piece the master weights, and the moments of the master that it shows."""
+        states = [optimizer.state.get(master, {}) for master in masters]
+        blocks = {MASTER: [_copy(piece, piece.tensor) for piece in pieces if _writes(piece)]}
+        for key in MOMENTS:
+            chosen = [(p, s[key]) for p, s in zip(pieces, states, strict=True) if key in s and _writes(p)]
+            blocks[key] = [_copy(piece, moment) for piece, moment in chosen]
+        counts = {float(state["step"]) for state in states if "step" in state}
+        assert len(counts) <= 1, f"all tensors take the same steps, these took {counts}"
+        return cls(rank, {piece.name: piece.shape for piece in pieces}, max(counts, default=0.0), blocks)
+
+    def write(self, folder: Path) -> None:
+        """Write the blocks below a folder that exists; the first rank also describes all tensors."""
+        if self.rank == 0:
+            (folder / TENSORS).write_text(json.dumps({"shapes": self.shapes, "step": self.step}))
+        for name, blocks in self.blocks.items():
+            if blocks:
+                (folder / name).mkdir(exist_ok=True)
+                _write(folder / name, self.rank, blocks)
+
+
+def _writes(piece: Piece) -> bool:
+    return piece.first and piece.tensor.numel() > 0
+
+
+def _copy(piece: Piece, tensor: Tensor) -> Piece:
+    return replace(piece, tensor=tensor.detach().to("cpu", copy=True).contiguous())
+
+
+def _write(folder: Path, rank: int, blocks: Sequence[Piece]) -> None:
+    """Write a rank's blocks into its files. Ranks number their files themselves, so they need not agree on a plan."""
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_files(blocks), save_distributed=True)
+    writer.per_thread_copy_ahead = 0  # the blocks are in host memory
+    plans = [SavePlan([])] * rank + [SavePlan([_write_item(block) for block in blocks])]
+    writer.write_data(writer.prepare_global_plan(plans)[rank], _Source(blocks)).wait()
+
+
+def _files(blocks: Sequence[Piece]) -> dict[str, int]:
+    """Which of a rank's files each block goes into, counted from 1."""
+    files, index, size = dict[str, int](), 1, 0
+    for block in blocks:
+        if size and size + block.tensor.nbytes > FILE_BYTES:
+            index, size = index + 1, 0
+        assert block.name not in files, f"a rank holds two blocks of {block.name}"
+        files[block.name] = index
+        size += block.tensor.nbytes
+    return files
+
+
+def _write_item(block: Piece) -> WriteItem:
+    data = TensorWriteData(_chunk(block), TensorProperties.create_from_tensor(block.tensor), torch.Size(block.shape))
+    return WriteItem(MetadataIndex(block.name, torch.Size(block.offsets)), WriteItemType.SHARD, tensor_data=data)
+
+
+def _chunk(block: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(block.offsets), block.tensor.size())
+
+
+class _Source(DefaultSavePlanner):
+    """Hands the writer a rank's blocks."""
+
+    def __init__(self, blocks: Sequence[Piece]) -> None:
+        super().__init__()
+        self._tensors = {block.name: block.tensor for block in blocks}
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._tensors[write_item.index.fqn]
+
+
+# --- loading ---
+
+
+def load(folder: Path, pieces: Sequence[Piece], masters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Return masters (in place, through their pieces) and AdamW's moments to a checkpoint, written under any division.
+
+    A checkpoint of other tensors, or with parts missing, is refused before anything is changed.
+    """
+    step = _check(folder, pieces)
+    plans = {name: _plan(folder / name, pieces) for name in (MASTER, *(MOMENTS if step else ()))}
+    optimizer.state.clear()
+    for master in masters if step else ():
+        optimizer.state[master] = {"step": torch.tensor(step, device=master.device)}
+    for key, (reader, plan) in plans.items():
+        tensors = [p.tensor for p in pieces] if key == MASTER else [torch.zeros_like(m) for m in masters]
+        reader.read_data(plan, _Target(pieces, tensors)).wait()
+        for master, moment in zip(masters, tensors, strict=True) if key != MASTER else ():
+            optimizer.state[master][key] = moment
+
+
+def _check(folder: Path, pieces: Sequence[Piece]) -> float:
+    """Refuse a checkpoint of another model, naming the first tensor that differs; returns AdamW's count of steps."""
+    if (folder / OLD_FORMAT).exists():
+        raise StoreError(
+            f"the checkpoint {folder} has the format of an older drumroll ({OLD_FORMAT}): resume the run with that version, or "
+            "train it again with this one."
+        )
+    try:
+        described = json.loads((folder / TENSORS).read_text("utf-8"))
+    except FileNotFoundError:
+        raise _incomplete(folder, f"it has no {TENSORS}") from None
+    saved, wanted = described["shapes"], {piece.name: list(piece.shape) for piece in pieces}
+    for name in [*wanted, *saved]:
+        if name not in saved or name not in wanted:
+            detail = f"{'the checkpoint' if name in wanted else 'the model'} has no {name}"
+        elif saved[name] != wanted[name]:
+            detail = f"{name} has shape {saved[name]} in the checkpoint and {wanted[name]} in the model"
+        else:
+            continue
+        raise StoreError(f"the checkpoint {folder} holds another model than the config names: {detail}.")
+    return described["step"]
+
+
+def _incomplete(folder: Path, why: str) -> StoreError:
+    return StoreError(
+        f"the checkpoint {folder} is not complete: {why}. Restore its files, or remove it to resume from the one before."
+    )
+
+
+def _plan(folder: Path, pieces: Sequence[Piece]) -> tuple[HuggingFaceStorageReader, LoadPlan]:
+    """What to read of the files in a folder to fill the pieces; every element of them must be there exactly once."""
+    reader = HuggingFaceStorageReader(str(folder))
+    saved = _metadata(reader, folder)
+    items: list[ReadItem] = []
+    for piece in pieces:
+        found, own = saved.state_dict_metadata.get(piece.name), list[ReadItem]()
+        if isinstance(found, TensorStorageMetadata) and piece.tensor.numel():
+            own = create_read_items_for_chunk_list(piece.name, found, [_chunk(piece)])
+        if not _covered(own, piece.tensor.numel()):
+            raise _incomplete(folder.parent, f"the files in {folder.name}/ do not hold every element of {piece.name} once")
+        items += own
+    reader.set_up_storage_reader(saved, is_coordinator=True)
+    return reader, LoadPlan(items)
+
+
+def _metadata(reader: HuggingFaceStorageReader, folder: Path) -> Metadata:
+    try:
+        return reader.read_metadata()
+    except FileNotFoundError:
+        raise _incomplete(folder.parent, f"it has no folder {folder.name}/") from None
+    except (SafetensorError, ValueError) as error:
+        raise _incomplete(folder.parent, f"a file in {folder.name}/ cannot be read ({error})") from error
+
+
+def _covered(items: Sequence[ReadItem], size: int) -> bool:
+    """Whether the items fill a block of this many elements without overlap."""
+    boxes = sorted([(*zip(item.dest_offsets, item.lengths, strict=True),) for item in items])
+    open_boxes: list[Any] = []
+    for box in boxes:  # by their first row: a box overlaps only those that have not ended
+        open_boxes = [other for other in open_boxes if sum(other[0]) > box[0][0]] if box else open_boxes
+        if any(_overlap(box, other) for other in open_boxes):
+            return False
+        open_boxes.append(box)
+    return sum(math.prod(item.lengths) for item in items) == size
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    return all(a < b + n and b < a + m for (a, m), (b, n) in zip(one, other, strict=True))
+
+
+class _Target(DefaultLoadPlanner):
+    """Tells the reader where a rank's blocks are in memory."""
+
+    def __init__(self, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tensors = {piece.name: tensor.detach() for piece, tensor in zip(pieces, tensors, strict=True)}
+
+    @override
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._tensors[index.fqn]
