@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from drumroll.config.roles import LoraConfig
 from drumroll.errors import ConfigError, ModelError
 from drumroll.models.loading import LoadedModel
@@ -37,6 +39,11 @@ def peft_config(config: LoraConfig) -> dict[str, Any]:
 def has_adapters(module: Any) -> bool:
     """Whether adapters were put on it."""
     return bool(getattr(module, "_hf_peft_config_loaded", False))
+
+
+def adapter_parameters(module: Any) -> dict[str, Tensor]:
+    """The weights of its adapters by name; none where there are no adapters."""
+    return {name: value for name, value in module.named_parameters() if ".lora_" in name}
 
 
 @contextmanager
