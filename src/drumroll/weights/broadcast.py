@@ -55,12 +55,12 @@ class _Broadcast(Carrier):
     # --- the sender's side ---
 
     @override
-    def room(self, attempt: int, index: int, size: int) -> Tensor:
+    def room(self, index: int, size: int) -> Tensor:
         self.land(SLOTS - 1)
         return self._buffer(index, size)
 
     @override
-    def send(self, data: Tensor) -> None:
+    def send(self, attempt: int, index: int, data: Tensor) -> None:
         self._works.append(self.group.broadcast(data, 0))
 
     @override

@@ -50,9 +50,8 @@ class _SharedMemory(Carrier):
     # --- the sender's side ---
 
     @override
-    def room(self, attempt: int, index: int, size: int) -> Tensor:
+    def room(self, index: int, size: int) -> Tensor:
         self.land(SLOTS - 1)
-        self._unread.append(f"{attempt}/{index}/read")
         slot = self._slots.get(index % SLOTS)
         if slot is None or len(slot.data) < size:
             if slot is not None:
@@ -66,8 +65,8 @@ class _SharedMemory(Carrier):
         return self._slots[index % SLOTS].where
 
     @override
-    def send(self, data: Tensor) -> None:
-        """Receivers read it where it is."""
+    def send(self, attempt: int, index: int, data: Tensor) -> None:
+        self._unread.append(f"{attempt}/{index}/read")
 
     @override
     def land(self, flying: int = 0) -> None:

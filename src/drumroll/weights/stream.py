@@ -8,6 +8,7 @@ the tensors in advance, and a dead sender is noticed at once. How the bytes of a
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import time
@@ -15,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import count
 
 import torch
@@ -39,8 +39,8 @@ from drumroll.weights import (
 
 SLOTS = 2
 """Buckets of memory on each side: one is packed or read while the other travels."""
-LOOK = 1.0
-"""Seconds between two looks at the receivers' processes while the sender waits for them."""
+LOOK = 8.0
+"""Milliseconds at most between two looks for the receivers' answers."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -90,17 +90,15 @@ class Link:
         self.store.set(key, text)
 
     def await_receivers(self, name: str) -> None:
-        """Wait until every receiver has written its key of this name; raises if one has died meanwhile."""
+        """Wait until every receiver has written its key of this name; raises if one of this machine dies meanwhile."""
         keys = [f"{name}/{rank}" for rank in range(1, self.meeting.size)]
-        until = time.monotonic() + self.meeting.seconds
-        while True:
-            try:
-                self.store.wait(keys, timedelta(seconds=min(LOOK, self.meeting.seconds)))
-                break
-            except RuntimeError:  # raised by torch: the time is over, or the store is gone
-                self._check_processes()
-                if time.monotonic() > until:
-                    raise
+        until, pause = time.monotonic() + self.meeting.seconds, 0.25
+        while not self.store.check(keys):  # a blocked `wait` would not notice a death
+            if (dead := self._death(pause)) is not None:
+                raise WeightSyncError(f"the process of receiver {dead} has died")
+            if time.monotonic() > until:
+                raise WeightSyncError(f"the receivers did not answer in {self.meeting.seconds:g} s")
+            pause = min(2 * pause, LOOK)
         self.posted += keys
 
     def sweep(self) -> None:
@@ -109,28 +107,26 @@ class Link:
             self.store.delete_key(key)
         self.posted.clear()
 
-    def _check_processes(self) -> None:
+    def _death(self, milliseconds: float) -> int | None:
+        """Wait so long for the death of a receiver on this machine; returns its rank."""
+        poll = select.poll()
         for rank in range(1, self.meeting.size) if self.near else ():
-            if rank not in self._processes and self.store.check([f"process/{rank}"]):
-                with suppress(ProcessLookupError):
-                    self._processes[rank] = os.pidfd_open(int(self.store.get(f"process/{rank}")))
-                self._processes.setdefault(rank, -1)
-            if rank in self._processes and _ended(self._processes[rank]):
-                raise WeightSyncError(f"the process of receiver {rank} has died")
+            if rank not in self._processes:
+                if not self.store.check([key := f"process/{rank}"]):
+                    continue
+                try:
+                    self._processes[rank] = os.pidfd_open(int(self.store.get(key)))
+                except ProcessLookupError:
+                    return rank
+            poll.register(self._processes[rank], select.POLLIN)
+        ended = poll.poll(math.ceil(milliseconds))
+        return next((rank for rank, process in self._processes.items() if ended and process == ended[0][0]), None)
 
     def close(self) -> None:
         for process in self._processes.values():
-            if process >= 0:
-                os.close(process)
+            os.close(process)
         self._processes.clear()
         del self.store
-
-
-def _ended(process: int) -> bool:
-    poll = select.poll()
-    if process >= 0:
-        poll.register(process, select.POLLIN)
-    return process < 0 or bool(poll.poll(0))
 
 
 class Carrier(ABC):
@@ -142,7 +138,7 @@ class Carrier(ABC):
         self.link = link
 
     @abstractmethod
-    def room(self, attempt: int, index: int, size: int) -> Tensor:
+    def room(self, index: int, size: int) -> Tensor:
         """Return memory for a bucket of `size` bytes at least; waits until an earlier bucket has left it."""
 
     def where(self, index: int) -> str:
@@ -150,7 +146,7 @@ class Carrier(ABC):
         return ""
 
     @abstractmethod
-    def send(self, data: Tensor) -> None:
+    def send(self, attempt: int, index: int, data: Tensor) -> None:
         """Start to send a bucket, whose header is posted."""
 
     @abstractmethod
@@ -217,10 +213,10 @@ class StreamSender:
             self._link.post(f"{attempt}/{index}", header.encode())
 
         try:
-            for entries, data in self._buckets(attempt, tensors):
+            for entries, data in self._buckets(tensors):
                 post(Header(version, tuple(entries), len(data), self._carrier.where(index)))
                 index += 1
-                self._carrier.send(data)
+                self._carrier.send(attempt, index - 1, data)
             self._carrier.land()
         except BaseException as error:
             with suppress(RuntimeError, WeightSyncError):  # the store, or what carries the buckets, may be what failed
@@ -232,7 +228,7 @@ class StreamSender:
         self._link.sweep()
         self._carrier.trim()
 
-    def _buckets(self, attempt: int, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[list[Entry], Tensor]]:
+    def _buckets(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[list[Entry], Tensor]]:
         """Pack tensors into buckets; one that does not fit into a bucket has its own."""
         data, entries, end, index = torch.empty(0), list[Entry](), 0, 0
         for name, tensor in tensors:
@@ -241,7 +237,7 @@ class StreamSender:
                 yield entries, data[: max(end, 1)]
                 entry, entries, index = self.packing.place(name, tensor, 0), [], index + 1
             if not entries:
-                data = self._carrier.room(attempt, index, max(self.bucket, entry.end))
+                data = self._carrier.room(index, max(self.bucket, entry.end))
             entries.append(self.packing.write(data, entry, tensor))
             end = entry.end
         if entries:
