@@ -10,7 +10,8 @@ from drumroll.errors import ConfigError
 from drumroll.learners.ranks import Ranks
 from drumroll.mesh import Mesh
 from drumroll.processes.rendezvous import LOOPBACK, MeetingError, Rendezvous, address_of, find_store, open_store, steer_nccl
-from drumroll.weights.broadcast import BroadcastReceiver, Meeting
+from drumroll.weights import Meeting
+from drumroll.weights.broadcast import BroadcastReceiver
 
 ONE, TWO = "127.0.0.2", "127.0.0.3"  # two addresses of this machine, neither of which its name resolves to
 

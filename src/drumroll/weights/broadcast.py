@@ -19,10 +19,10 @@ from typing_extensions import override
 
 from drumroll.processes.rendezvous import LOOPBACK, gloo_group, gloo_options, meeting, steer_nccl
 from drumroll.weights import AS_IS, BUCKET, Meeting, Packing
-from drumroll.weights.stream import SLOTS, Carrier, Header, Link, StreamReceiver, StreamSender
+from drumroll.weights.stream import SLOTS, Channel, Header, Link, StreamReceiver, StreamSender
 
 
-class _Broadcast(Carrier):
+class _Broadcast(Channel):
     def __init__(self, link: Link, bucket: int = BUCKET) -> None:
         super().__init__(link)
         self.bucket, self.device = bucket, link.meeting.device

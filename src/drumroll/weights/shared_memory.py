@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from drumroll.processes.rendezvous import LOOPBACK
 from drumroll.weights import AS_IS, BUCKET, Meeting, Packing, WeightSyncError
-from drumroll.weights.stream import SLOTS, Carrier, Header, Link, StreamReceiver, StreamSender
+from drumroll.weights.stream import SLOTS, Channel, Header, Link, StreamReceiver, StreamSender
 
 
 class _Slot:
@@ -39,7 +39,7 @@ class _Slot:
         os.close(self.fd)
 
 
-class _SharedMemory(Carrier):
+class _SharedMemory(Channel):
     def __init__(self, link: Link, run: str = "", bucket: int = BUCKET) -> None:
         super().__init__(link)
         self.run, self.bucket = run, bucket

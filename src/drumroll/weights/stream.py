@@ -2,7 +2,7 @@
 
 A header describes each bucket. It travels through a store that the sender's process opens, so neither side needs to know
 the tensors in advance, and a dead sender is noticed at once. How the bytes of a bucket travel is the transport's own: a
-`Carrier`.
+`Channel`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Link:
         del self.store
 
 
-class Carrier(ABC):
+class Channel(ABC):
     """Moves the bytes of buckets in at most `SLOTS` buckets of memory."""
 
     peak = 0
@@ -171,16 +171,16 @@ class Carrier(ABC):
 
 
 class StreamSender:
-    """Implements `Sender` by a carrier. It packs a bucket while the one before travels."""
+    """Implements `Sender` by a channel. It packs a bucket while the one before travels."""
 
-    def __init__(self, link: Link, carrier: Carrier, packing: Packing = AS_IS, bucket: int = BUCKET) -> None:
+    def __init__(self, link: Link, channel: Channel, packing: Packing = AS_IS, bucket: int = BUCKET) -> None:
         self.meeting, self.packing, self.bucket = link.meeting, packing, bucket
-        self._link, self._carrier = link, carrier
+        self._link, self._channel = link, channel
         self._attempts = 0
 
     @property
     def peak(self) -> int:
-        return self._carrier.peak
+        return self._channel.peak
 
     def announce(self, version: Version, attempt: int = 0) -> WeightManifest:
         self._attempts = attempt or self._attempts + 1
@@ -214,19 +214,19 @@ class StreamSender:
 
         try:
             for entries, data in self._buckets(tensors):
-                post(Header(version, tuple(entries), len(data), self._carrier.where(index)))
+                post(Header(version, tuple(entries), len(data), self._channel.where(index)))
                 index += 1
-                self._carrier.send(attempt, index - 1, data)
-            self._carrier.land()
+                self._channel.send(attempt, index - 1, data)
+            self._channel.land()
         except BaseException as error:
             with suppress(RuntimeError, WeightSyncError):  # the store, or what carries the buckets, may be what failed
                 post(Header(version, error=f"{type(error).__name__}: {error}"))
-                self._carrier.land()
+                self._channel.land()
             raise
         post(Header(version))
         self._link.await_receivers(f"{attempt}/taken")
         self._link.sweep()
-        self._carrier.trim()
+        self._channel.trim()
 
     def _buckets(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[list[Entry], Tensor]]:
         """Pack tensors into buckets; one that does not fit into a bucket has its own."""
@@ -237,14 +237,14 @@ class StreamSender:
                 yield entries, data[: max(end, 1)]
                 entry, entries, index = self.packing.place(name, tensor, 0), [], index + 1
             if not entries:
-                data = self._carrier.room(index, max(self.bucket, entry.end))
+                data = self._channel.room(index, max(self.bucket, entry.end))
             entries.append(self.packing.write(data, entry, tensor))
             end = entry.end
         if entries:
             yield entries, data[: max(end, 1)]
 
     def close(self) -> None:
-        self._carrier.close()
+        self._channel.close()
         self._link.close()
 
 
@@ -254,25 +254,25 @@ def _line(error: Exception) -> str:
 
 
 class StreamReceiver:
-    """Implements `Receiver` by a carrier."""
+    """Implements `Receiver` by a channel."""
 
-    def __init__(self, link: Link, carrier: Carrier) -> None:
-        self._link, self._carrier = link, carrier
+    def __init__(self, link: Link, channel: Channel) -> None:
+        self._link, self._channel = link, channel
 
     @property
     def peak(self) -> int:
-        return self._carrier.peak
+        return self._channel.peak
 
     def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
         try:
-            with exhausted(self._carrier.receive(manifest.attempt, self._headers(manifest))) as buckets:
+            with exhausted(self._channel.receive(manifest.attempt, self._headers(manifest))) as buckets:
                 for header, data in buckets:
                     _check(manifest, header)
                     yield from unpack(data, header.entries)
         except RuntimeError as error:  # raised by torch: gloo, NCCL or the store
             raise WeightSyncError(f"Version {manifest.version} did not arrive: {_line(error)}.") from error
         finally:
-            self._carrier.trim()
+            self._channel.trim()
 
     def _headers(self, manifest: WeightManifest) -> Iterator[Header]:
         """The headers of an attempt's buckets, as the sender posts them."""
@@ -287,7 +287,7 @@ class StreamReceiver:
         _check(manifest, header)
 
     def close(self) -> None:
-        self._carrier.close()
+        self._channel.close()
         self._link.close()
 
 
