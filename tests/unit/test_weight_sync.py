@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import FORKED
+from forked import FORKED, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -434,6 +435,59 @@ def test_a_receiver_that_died_before_is_noticed_too(kind: str, meet: Meet):
         sender.send(manifest, numbers(1).items())
     with suppress(WeightSyncError):  # it may have had its part before
         readers[1].answer()
+
+
+def gather_and_send(rank: int, folder: str, kind: str, dies: bool) -> Any:
+    """Ranks 0 and 1 are a sharded learner's: they gather each tensor together, and rank 0 sends. Rank 2 receives."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{kind}{dies}", rank=rank, world_size=3)
+    learners, box = dist.new_group([0, 1]), [None]
+    sender: Any = None
+    if rank == 0:
+        meeting = Meeting("127.0.0.1", 0, 2, seconds=3600, kind=kind)
+        sender = (
+            SharedSender(meeting, "gathered", bucket=BUCKET) if kind == "shared" else BroadcastSender(meeting, bucket=BUCKET)
+        )
+        box = [(sender.meeting, sender.announce(3))]
+    dist.broadcast_object_list(box, 0)
+    meeting, manifest = box[0]
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        for index in range(9):
+            shards = [torch.zeros(150) for _ in range(2)]
+            dist.all_gather(shards, torch.full((150,), 2.0 * index + rank), group=learners)
+            yield f"{index}", torch.cat(shards)
+
+    if rank == 2:
+        tensors = open_receiver(meeting, 1, "127.0.0.1").receive(manifest)
+        if not dies:
+            return {name: tensor[::150].tolist() for name, tensor in tensors}
+        next(tensors)
+        os._exit(9)
+    failure = ""
+    try:
+        if rank == 0:
+            sender.send(manifest, gathered())
+        else:
+            deque(gathered(), maxlen=0)
+    except WeightSyncError as error:
+        failure = str(error)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=learners)  # the next thing that the ranks do together
+    return failure, total.item()
+
+
+@KINDS
+def test_ranks_that_gather_together_send_what_they_gathered(kind: str, tmp_path: Path):
+    first, second, received = run_ranks(gather_and_send, 3, str(tmp_path), kind, False)
+    assert first == second == ("", 2.0)
+    assert received == {f"{index}": [2.0 * index, 2.0 * index + 1] for index in range(9)}
+
+
+@KINDS
+def test_ranks_that_gather_together_stay_together_when_the_receiver_dies(kind: str, tmp_path: Path):
+    first, second = run_ranks(gather_and_send, 3, str(tmp_path), kind, True, lost=(2,))
+    assert "did not reach all engines" in first[0]
+    assert (first[1], second) == (2.0, ("", 2.0))
 
 
 def serve_sender(calls: Connection, run: str, kind: str) -> None:
