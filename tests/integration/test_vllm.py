@@ -252,6 +252,24 @@ def test_new_weights_are_exact_with_an_untied_output_layer(untied):
     assert gaps(model, wanted, run(engine, wanted))[0].max() < EXACT
 
 
+def test_every_worker_of_a_tensor_parallel_engine_receives_and_takes_its_part(tmp_path):
+    module = tiny.random_model(0, hidden=128, heads=4)  # heads that divide by 2
+    module.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    model = load(str(tmp_path))
+    engine = serve(str(tmp_path), frozenset(), tensor_parallel_size=2, distributed_executor_backend="mp")
+    try:
+        assert engine.receivers() == 2
+        wanted, new = requests(6), perturb(model, 6)
+        assert gaps(model, wanted, run(engine, wanted))[0].max() > 0.01, "the change would not be seen"
+        engine.load(1, new.items(), recompute=False)
+        gap, versions = gaps(model, wanted, run(engine, wanted))
+        assert gap.max() < EXACT
+        assert set(versions.tolist()) == {1}
+    finally:
+        engine.close()
+
+
 def test_an_engine_whose_stream_broke_generates_nothing_until_it_holds_a_whole_version(shipped):
     """Its requests wait, and are the new weights' when those have come."""
     model, engine = shipped
