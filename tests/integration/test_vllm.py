@@ -266,6 +266,11 @@ def test_every_worker_of_a_tensor_parallel_engine_receives_and_takes_its_part(tm
         gap, versions = gaps(model, wanted, run(engine, wanted))
         assert gap.max() < EXACT
         assert set(versions.tolist()) == {1}
+        with pytest.raises(WrongWeights, match="lack parameters of vLLM's model"):
+            engine.load(2, list(new.items())[1:], recompute=False)
+        engine.sleep()
+        with pytest.raises(EngineLost, match="before it held a whole version"):  # waking would resume it
+            engine.wake()
     finally:
         engine.close()
 

@@ -74,6 +74,7 @@ class VllmEngine:
         self._adapter: Any = None
         self._sender: SharedSender | None = None
         self._sending = threading.Lock()
+        self._whole = True  # no stream of weights has broken since the last whole one
         self._live: set[str] = set()
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -146,7 +147,9 @@ class VllmEngine:
         self._call(self._llm.sleep(level))
 
     def wake(self) -> None:
-        """Allocate the memory again."""
+        """Allocate the memory again. vLLM resumes with it, so an engine that holds parts of two versions is lost."""
+        if not self._whole:
+            raise self._lose("vLLM slept before it held a whole version of the weights")
         self._call(self._llm.wake_up())
 
     def close(self) -> None:
@@ -268,20 +271,27 @@ class VllmEngine:
             if recompute:
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._llm.update_weight_version(str(version))
-            await self._llm.resume_generation()
+            if self._whole:
+                await self._llm.resume_generation()
         except (WeightSyncError, WrongWeights):
             raise
         except Exception as error:
-            threading.Thread(target=self.close, name="vllm-close").start()
-            raise EngineLost(f"vLLM could not take version {version}: {_reason(error)}") from error
+            raise self._lose(f"vLLM could not take version {version}: {_reason(error)}") from error
+
+    def _lose(self, why: str) -> EngineLost:
+        """Close an unusable engine; returns the error to raise."""
+        threading.Thread(target=self.close, name="vllm-close").start()
+        return EngineLost(why)
 
     async def _fetch(self, manifest: WeightManifest) -> None:
         """Let all workers receive a version; raises what broke the stream of one of them."""
+        self._whole = False
         for broken, lacking in await self._llm.collective_rpc("receive_weights", args=(manifest.version, manifest.attempt)):
             if broken:
                 raise WeightSyncError(f"Version {manifest.version} did not reach a worker of vLLM: {broken}")
             if lacking:
                 raise WrongWeights(f"The weights lack parameters of vLLM's model: {', '.join(lacking)}.")
+        self._whole = True
 
     # --- adapters ---
 

@@ -31,7 +31,7 @@ from drumroll.sample import Version
 Named = Iterable[tuple[str, Tensor]]
 Item = TypeVar("Item")
 ALIGN = 64
-BUCKET = 64 << 20
+BUCKET = 32 << 20
 SHOWN = 3
 """The most names in an error message."""
 

@@ -8,7 +8,6 @@ the tensors in advance, and a dead sender is noticed at once. How the bytes of a
 from __future__ import annotations
 
 import json
-import math
 import os
 import select
 import time
@@ -39,7 +38,7 @@ from drumroll.weights import (
 
 SLOTS = 2
 """Buckets of memory on each side: one is packed or read while the other travels."""
-LOOK = 8.0
+LOOK = 8
 """Milliseconds at most between two looks for the receivers' answers."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -92,13 +91,13 @@ class Link:
     def await_receivers(self, name: str) -> None:
         """Wait until every receiver has written its key of this name; raises if one of this machine dies meanwhile."""
         keys = [f"{name}/{rank}" for rank in range(1, self.meeting.size)]
-        until, pause = time.monotonic() + self.meeting.seconds, 0.25
+        began = time.monotonic()
         while not self.store.check(keys):  # a blocked `wait` would not notice a death
-            if (dead := self._death(pause)) is not None:
+            waited = time.monotonic() - began
+            if (dead := self._death(min(LOOK, int(waited * 250)))) is not None:  # ms: a quarter of the time so far
                 raise WeightSyncError(f"the process of receiver {dead} has died")
-            if time.monotonic() > until:
+            if waited > self.meeting.seconds:
                 raise WeightSyncError(f"the receivers did not answer in {self.meeting.seconds:g} s")
-            pause = min(2 * pause, LOOK)
         self.posted += keys
 
     def sweep(self) -> None:
@@ -107,7 +106,7 @@ class Link:
             self.store.delete_key(key)
         self.posted.clear()
 
-    def _death(self, milliseconds: float) -> int | None:
+    def _death(self, milliseconds: int) -> int | None:
         """Wait so long for the death of a receiver on this machine; returns its rank."""
         poll = select.poll()
         for rank in range(1, self.meeting.size) if self.near else ():
@@ -119,7 +118,7 @@ class Link:
                 except ProcessLookupError:
                     return rank
             poll.register(self._processes[rank], select.POLLIN)
-        ended = poll.poll(math.ceil(milliseconds))
+        ended = poll.poll(milliseconds)
         return next((rank for rank, process in self._processes.items() if ended and process == ended[0][0]), None)
 
     def close(self) -> None:
