@@ -2,7 +2,8 @@
 
 The weights are random, in the shapes of SmolLM2-135M in fp32 (538 MB). An update is timed from the learner's `send` until the
 engine, another process, has all tensors: by shared memory copied into its parameters, by broadcast received, as the peer's one
-tensor is; the times until loaded from there are beside them. Ours and the peer take turns in the same run.
+tensor is; the times until loaded from there are beside them. Ours and the peer take turns in the same run. Ours holds two
+buckets on each side, the peer all weights twice.
 
 python benchmarks/weights.py
 """
@@ -27,8 +28,8 @@ from figures import figure
 from torch import Tensor
 
 from drumroll.config.loading import load
-from drumroll.weights import Receiver, Sender, settle
-from drumroll.weights.broadcast import BroadcastReceiver, BroadcastSender, Meeting
+from drumroll.weights import Meeting, Receiver, Sender
+from drumroll.weights.broadcast import BroadcastReceiver, BroadcastSender
 from drumroll.weights.shared_memory import SharedReceiver, SharedSender
 from drumroll.workers.runtime import open_workers
 
@@ -64,12 +65,12 @@ def raw_group(meeting: Meeting, rank: int) -> Any:
     return dist.ProcessGroupGloo(store, rank, 2, timeout)
 
 
-def engine(calls: Connection, meeting: Meeting, peer: Meeting) -> None:
+def engine(calls: Connection, shared: Meeting, wire: Meeting, peer: Meeting) -> None:
     """The other process: receives a manifest and copies it into its parameters, or takes part in the peer's broadcast."""
     torch.set_num_threads(1)
     parameters = {name: torch.zeros_like(tensor) for name, tensor in smollm2()}
     flat = torch.zeros(sum(p.numel() for p in parameters.values()))
-    receivers: dict[str, Receiver] = {"shared": SharedReceiver(), "broadcast": BroadcastReceiver(meeting, 1)}
+    receivers: dict[str, Receiver] = {"shared": SharedReceiver(shared, 1), "broadcast": BroadcastReceiver(wire, 1)}
     group = raw_group(peer, 1)
     while (call := calls.recv()) is not None:
         transport, manifest, loaded = call
@@ -102,23 +103,24 @@ def alternate(*works: Callable[[], object]) -> list[float]:
 def between_processes() -> None:
     """Shared memory against a memory copy, and our broadcast against gloo's own of one flat tensor."""
     tensors = dict(smollm2())
-    settle(tensors.values())  # as a learner does when weight sync starts
     flat = torch.cat([t.flatten() for t in tensors.values()])
     target = torch.zeros_like(flat)
-    senders: dict[str, Sender] = {"shared": SharedSender("benchmark")}
-    wire = senders["broadcast"] = BroadcastSender(Meeting("127.0.0.1", 0, 2))
+    shared, wire = SharedSender(Meeting("127.0.0.1", 0, 2), "benchmark"), BroadcastSender(Meeting("127.0.0.1", 0, 2))
+    senders: dict[str, Sender] = {"shared": shared, "broadcast": wire}
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = get_context("spawn")
     calls, theirs = context.Pipe()
-    process = context.Process(target=engine, args=(theirs, wire.meeting, Meeting("127.0.0.1", store.port, 2)), daemon=True)
+    meetings = shared.meeting, wire.meeting, Meeting("127.0.0.1", store.port, 2)
+    process = context.Process(target=engine, args=(theirs, *meetings), daemon=True)
     process.start()
     group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=300))
     versions = count()
 
     def publish(transport: str, *, loaded: bool = True) -> None:
-        calls.send((transport, senders[transport].send(next(versions), tensors.items()), loaded))
+        manifest = senders[transport].announce(next(versions))
+        calls.send((transport, manifest, loaded))
+        senders[transport].send(manifest, tensors.items())
         calls.recv()
-        senders[transport].wait()
 
     def gloo(*, loaded: bool = True) -> None:
         calls.send(("gloo", None, loaded))

@@ -205,17 +205,18 @@ def test_a_killed_engine_is_replaced_and_the_run_completes(small, killer, kill):
     assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
 
 
-@pytest.mark.slow
-def test_an_engine_killed_in_the_middle_of_a_broadcast_is_replaced(small, killer, monkeypatch, kill):
+@pytest.mark.parametrize("transport", ["shared", pytest.param("broadcast", marks=pytest.mark.slow)])
+def test_an_engine_killed_in_the_middle_of_a_publication_is_replaced(small, killer, monkeypatch, kill, transport):
     """Its sender is under way and the other engine has begun to receive; the second attempt reaches who is there."""
     broadcast, struck = RayGroup.broadcast, []
 
     async def strike_when_armed(self, method, *args, **kwargs):
-        result = await broadcast(self, method, *args, **kwargs)
-        if method is LearnerWorker.send and listener.armed and not struck:
-            struck.append(True)
-            await kill(listener.armed[0].rollout, 1)
-        return result
+        if method is not LearnerWorker.send or not listener.armed or struck:
+            return await broadcast(self, method, *args, **kwargs)
+        struck.append(True)
+        sending = asyncio.ensure_future(broadcast(self, method, *args, **kwargs))
+        await kill(listener.armed[0].rollout, 1)
+        return await sending
 
     async def arm(workers):
         listener.armed.append(workers)
@@ -223,7 +224,7 @@ def test_an_engine_killed_in_the_middle_of_a_broadcast_is_replaced(small, killer
     listener = killer(arm)
     listener.armed = []
     monkeypatch.setattr(RayGroup, "broadcast", strike_when_armed)
-    cluster = ONE | {"devices": 3, "weight_sync": "broadcast"}
+    cluster = ONE | {"devices": 3, "weight_sync": transport}
     roles = {"actor": {"devices": "0"}, "rollout": {"devices": "1-2"}}
     run = drumroll.train(small(cluster=cluster, roles=roles, steps=4, threads=1, eval={"sets": {}}), progress=listener)
     assert struck

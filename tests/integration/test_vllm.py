@@ -23,6 +23,7 @@ from drumroll.learners.backends.torch import torch_learner
 from drumroll.models import tiny
 from drumroll.models.loading import load
 from drumroll.sample import Group, Owner, Prompt, Sample, StopReason, Trace
+from drumroll.weights import WrongWeights
 
 pytestmark = pytest.mark.slow
 
@@ -234,7 +235,7 @@ def test_new_weights_are_exact_with_a_tied_output_layer(shipped):
     assert "lm_head.weight" not in dict(model.module.named_parameters())
     new = perturb(model, 1)
     assert gaps(model, wanted, run(engine, wanted))[0].max() > 0.1, "the change would not be seen"
-    engine.load(1, new, recompute=False)
+    engine.load(1, new.items(), recompute=False)
     done = run(engine, wanted)
     gap, versions = gaps(model, wanted, done)
     assert gap.max() < EXACT
@@ -247,7 +248,56 @@ def test_new_weights_are_exact_with_an_untied_output_layer(untied):
     wanted = requests(20)
     new = perturb(model, 2)
     assert gaps(model, wanted, run(engine, wanted))[0].max() > 0.1, "the change would not be seen"
-    engine.load(1, new, recompute=True)
+    engine.load(1, new.items(), recompute=True)
+    assert gaps(model, wanted, run(engine, wanted))[0].max() < EXACT
+
+
+def test_every_worker_of_a_tensor_parallel_engine_receives_and_takes_its_part(tmp_path):
+    module = tiny.random_model(0, hidden=128, heads=4)  # heads that divide by 2
+    module.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    model = load(str(tmp_path))
+    engine = serve(str(tmp_path), frozenset(), tensor_parallel_size=2, distributed_executor_backend="mp")
+    try:
+        assert engine.receivers() == 2
+        wanted, new = requests(6), perturb(model, 6)
+        assert gaps(model, wanted, run(engine, wanted))[0].max() > 0.01, "the change would not be seen"
+        engine.load(1, new.items(), recompute=False)
+        gap, versions = gaps(model, wanted, run(engine, wanted))
+        assert gap.max() < EXACT
+        assert set(versions.tolist()) == {1}
+        with pytest.raises(WrongWeights, match="lack parameters of vLLM's model"):
+            engine.load(2, list(new.items())[1:], recompute=False)
+        engine.sleep()
+        with pytest.raises(EngineLost, match="before it held a whole version"):  # waking would resume it
+            engine.wake()
+    finally:
+        engine.close()
+
+
+def test_an_engine_whose_stream_broke_generates_nothing_until_it_holds_a_whole_version(shipped):
+    """Its requests wait, and are the new weights' when those have come."""
+    model, engine = shipped
+    engine.set_version(5)
+    wanted, new = requests(4), perturb(model, 5)
+
+    def broken():
+        yield from list(new.items())[: len(new) // 2]
+        raise ZeroDivisionError("no more")
+
+    async def go():
+        for stream, error in ((broken(), ZeroDivisionError), (list(new.items())[:-1], WrongWeights)):
+            with pytest.raises(error):
+                await asyncio.to_thread(engine.load, 6, stream, recompute=True)
+        tasks = [asyncio.create_task(engine.generate(r)) for r in wanted]
+        done, _ = await asyncio.wait(tasks, timeout=3.0)
+        assert not done
+        await asyncio.to_thread(engine.load, 7, new.items(), recompute=True)
+        return await asyncio.gather(*tasks)
+
+    gap, versions = gaps(model, wanted, asyncio.run(go()))
+    assert set(versions.tolist()) == {7}
+    assert gap.max() < EXACT
     assert gaps(model, wanted, run(engine, wanted))[0].max() < EXACT
 
 
@@ -256,7 +306,7 @@ def switched(engine, wanted, version, new, recompute):
 
     async def go():
         tasks = await begun(engine, wanted, tokens=10)
-        await asyncio.to_thread(engine.load, version, new, recompute=recompute)
+        await asyncio.to_thread(engine.load, version, new.items(), recompute=recompute)
         return await asyncio.gather(*tasks)
 
     done = asyncio.run(go())
@@ -277,7 +327,7 @@ def test_switching_in_flight_with_keys_and_values_computed_anew(shipped, endless
     assert gap[versions == 10].max() > 0.1
     model.module.load_state_dict(old, strict=False)
     assert gaps(model, wanted, done)[0][versions == 10].max() < EXACT
-    endless.load(12, old, recompute=False)
+    endless.load(12, old.items(), recompute=False)
 
 
 @torch.no_grad()
@@ -292,7 +342,7 @@ def test_switching_in_flight_with_keys_and_values_kept(shipped, endless):
 
     async def go():
         tasks = await begun(endless, wanted, tokens=10)
-        await asyncio.to_thread(endless.load, 21, new, recompute=False)
+        await asyncio.to_thread(endless.load, 21, new.items(), recompute=False)
         fresh = await endless.generate(Request("fresh", wanted[0].tokens, Sampling(1.0, 10), 7))
         return await asyncio.gather(*tasks), fresh
 
@@ -340,7 +390,7 @@ def test_adapters_are_served_and_replaced_in_flight(untied):
 
         async def go(version=version, tensors=tensors, config=config):
             tasks = await begun(engine, wanted, tokens=10)
-            await asyncio.to_thread(engine.load_adapter, version, tensors, config, recompute=True)
+            await asyncio.to_thread(engine.load_adapter, version, tensors.items(), config, recompute=True)
             return await asyncio.gather(*tasks)
 
         done = asyncio.run(go())
@@ -369,7 +419,7 @@ def test_options_that_vllm_does_not_have(engine):
     with pytest.raises(ConfigError, match="logprobs_mode"):
         serve("tiny", frozenset(), logprobs_mode="raw_logprobs")
     with pytest.raises(ConfigError, match="enable_lora"):
-        engine.load_adapter(1, {}, {})
+        engine.load_adapter(1, (), {})
 
 
 def test_without_vllm_it_says_what_to_install(monkeypatch):
@@ -401,7 +451,7 @@ def test_weights_that_do_not_fit_lose_the_engine(engine):
     async def go():
         tasks = await begun(engine, requests(2, max_tokens=200))
         with pytest.raises(EngineLost, match="could not take version 50"):
-            await asyncio.to_thread(engine.load, 50, {"nonsense.weight": torch.zeros(3)}, recompute=False)
+            await asyncio.to_thread(engine.load, 50, [("nonsense.weight", torch.zeros(3))], recompute=False)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     assert all(isinstance(outcome, EngineLost) for outcome in asyncio.run(go()))

@@ -250,9 +250,9 @@ def switch(_, dtype):
     first = asyncio.run(ask(20))
     with dry():
         on_device = {name: torch.empty(shape, device=dry.device) for name, shape in own.items()}
-    engine.load(1, on_device, recompute=False)
+    engine.load(1, on_device.items(), recompute=False)
     second = asyncio.run(ask(20))
-    engine.load(2, {name: torch.zeros(shape) for name, shape in own.items()}, recompute=True)  # from the host
+    engine.load(2, ((name, torch.zeros(shape)) for name, shape in own.items()), recompute=True)  # from the host
     engine.sleep()
     asleep = engine._kept
     engine.wake()

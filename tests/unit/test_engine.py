@@ -10,12 +10,15 @@ import torch
 
 from drumroll.batch import pack
 from drumroll.config.optim import OptimConfig
+from drumroll.config.roles import LoraConfig
 from drumroll.engines import EngineLost, Request, Sampling
 from drumroll.engines.native import NativeEngine
 from drumroll.engines.sampler import Restriction, choose, keyed_uniform
 from drumroll.learners.backends.torch import torch_learner
 from drumroll.models.loading import end_tokens, load
+from drumroll.models.lora import adapter_parameters, add_adapters
 from drumroll.sample import Group, Owner, Prompt, Sample, StopReason, Trace
+from drumroll.weights import WeightSyncError, WrongWeights
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +255,7 @@ def test_switching_weights_in_flight_loses_no_request(recompute):
         wanted = [Request(f"r{i}", (5, 6, 7 + i), Sampling(1.0, 150), i) for i in range(6)]
         tasks = [asyncio.create_task(engine.generate(r)) for r in wanted]
         await asyncio.sleep(0.1)
-        await asyncio.to_thread(engine.load, 1, new, recompute=recompute)
+        await asyncio.to_thread(engine.load, 1, new.items(), recompute=recompute)
         return wanted, await asyncio.gather(*tasks)
 
     wanted, done = asyncio.run(go())
@@ -307,14 +310,94 @@ def test_a_killed_engine_thread_loses_its_requests_and_says_so(model):
         run(engine, requests(2))
 
 
-def test_weights_that_cannot_be_loaded_are_told_and_lose_the_engine():
-    engine = NativeEngine(load("tiny-random"), slots=4, context=32)
-    name = next(iter(dict(engine.model.module.named_parameters())))
-    with pytest.raises(EngineLost, match=r"could not change its state: RuntimeError"):
-        engine.load(1, {name: torch.zeros(3, 5)}, recompute=False)
-    assert engine.version == 0
-    with pytest.raises(EngineLost):
-        run(engine, requests(2))
+def broken(weights, count):
+    """A stream that ends with an error after some of the weights."""
+    yield from list(weights.items())[:count]
+    raise WeightSyncError("the sender died")
+
+
+def without_first(weights, count):
+    """A stream that lacks one of the weights."""
+    return list(weights.items())[1:]
+
+
+@pytest.mark.parametrize(("stream", "error"), [(broken, WeightSyncError), (without_first, WrongWeights)])
+def test_an_engine_whose_stream_broke_generates_nothing_until_it_holds_a_whole_version(stream, error):
+    """Requests wait, can be aborted and interrupted, and go on under the next whole version."""
+    model = load("tiny-random", seed=0)
+    engine = endless(model, slots=2)
+    new = perturbed(model)
+
+    def one(name, tokens=3000):
+        return asyncio.create_task(engine.generate(Request(name, (5, 6), Sampling(1.0, tokens), 1)))
+
+    async def go():
+        running, ended = one("running"), one("ended")
+        await until(lambda: lengths(engine) and min(lengths(engine)) > 3)
+        with pytest.raises(error):
+            await asyncio.to_thread(engine.load, 1, stream(new, 5), recompute=True)
+        written = lengths(engine)
+        _, gone = one("first", 9), one("gone")
+        await until(lambda: len(engine._waiting) == 2)
+        await until(lambda: engine._thread is None)  # it has nothing to do
+        engine.abort("gone")
+        engine.abort("ended")
+        assert (await gone).tokens == []
+        first = await ended
+        engine.set_version(7)
+        await asyncio.to_thread(engine.sleep)
+        interrupted = await running
+        await asyncio.to_thread(engine.wake)
+        assert [len(interrupted.tokens), len(first.tokens)] == written
+        assert {*first.versions, *interrupted.versions} == {0}
+        more = one("more")
+        await until(lambda: len(engine._waiting) == 1)
+        engine.interrupt()
+        assert (await more).tokens == []
+        late = one("late", 9)
+        await asyncio.to_thread(engine.load, 2, new.items(), recompute=True)
+        return await late
+
+    late = asyncio.run(go())
+    assert late.versions == [2] * 9
+    assert all(torch.equal(value, new[name]) for name, value in model.module.named_parameters())
+    whole = run(engine, [Request("late", (5, 6), Sampling(1.0, 9), 1)])[0]
+    engine.close()
+    assert late.tokens == whole.tokens
+    assert late.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+
+
+def test_weights_of_another_model_are_refused_by_name_and_the_right_ones_are_taken():
+    model = load("tiny-random", seed=0)
+    engine, new = NativeEngine(model, slots=4, context=32), perturbed(model)
+    first, second = list(new)[:2]
+    for wrong, message in (
+        ({**new, "other": torch.zeros(3)}, "'other' but the model has no such parameter"),
+        ({first: torch.zeros(3, 5)}, f"'{first}' has the shape"),
+        ({n: v for n, v in new.items() if n not in (first, second)}, f"lack 2 of the model's {len(new)} parameters"),
+    ):
+        with pytest.raises(WrongWeights, match=message):
+            engine.load(1, wrong.items(), recompute=False)
+        assert engine.version == 0
+    engine.load(1, new.items(), recompute=False)
+    assert {v for c in run(engine, requests(2)) for v in c.versions} == {1}
+    engine.close()
+
+
+def test_adapters_alone_are_a_whole_version():
+    model = load("tiny-random", seed=0)
+    add_adapters(model, LoraConfig())
+    engine, adapters = NativeEngine(model, slots=4, context=32), adapter_parameters(model.module)
+    assert 0 < len(adapters) < len(dict(model.module.named_parameters()))
+    new = {name: value.detach() + 0.1 for name, value in adapters.items()}
+    with pytest.raises(WrongWeights, match="lack 1 of"):
+        engine.load_adapter(1, list(new.items())[1:], {}, recompute=False)
+    with pytest.raises(WrongWeights, match="lack"):
+        engine.load(1, new.items(), recompute=False)
+    engine.load_adapter(1, new.items(), {}, recompute=False)
+    assert {v for c in run(engine, requests(2)) for v in c.versions} == {1}
+    assert all(torch.equal(value, new[name]) for name, value in adapters.items())
+    engine.close()
 
 
 def test_a_sleeping_engine_ends_what_runs_and_keeps_what_comes_until_it_wakes(model):

@@ -18,7 +18,8 @@ from drumroll.processes.rendezvous import (
     open_store,
     steer_collectives,
 )
-from drumroll.weights.broadcast import BroadcastReceiver, Meeting
+from drumroll.weights import Meeting
+from drumroll.weights.broadcast import BroadcastReceiver
 
 ONE, TWO = "127.0.0.2", "127.0.0.3"  # two addresses of this machine, neither of which its name resolves to
 

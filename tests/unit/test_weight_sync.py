@@ -6,7 +6,10 @@ import gc
 import json
 import os
 import pickle
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -16,22 +19,36 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import FORKED
+from forked import FORKED, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from drumroll.errors import ConfigError
-from drumroll.weights import Corrupted, Entry, Packing, Receiver, Sender, WeightSyncError, WrongVersion, settle, unpack
-from drumroll.weights.broadcast import IN_FLIGHT, BroadcastReceiver, BroadcastSender, Meeting, _Header
-from drumroll.weights.shared_memory import SharedReceiver, SharedSender
-from drumroll.weights.transport import End, Transport, choose
+from drumroll.weights import (
+    AS_IS,
+    Corrupted,
+    Entry,
+    Meeting,
+    Packing,
+    WeightSyncError,
+    WrongVersion,
+    WrongWeights,
+    fill,
+    stream,
+)
+from drumroll.weights.broadcast import BroadcastSender
+from drumroll.weights.shared_memory import SharedSender
+from drumroll.weights.stream import Header, StreamSender
+from drumroll.weights.transport import End, Transport, choose, open_receiver
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 ]
 Weights = dict[str, Tensor]
+KINDS = pytest.mark.parametrize("kind", ["shared", "broadcast"])
+BUCKET = 1500
 
 
 def mixed() -> Weights:
@@ -60,27 +77,38 @@ def assert_same(found: Weights, expected: Weights) -> None:
         assert (found[name].dtype, found[name].shape, raw(found[name])) == (tensor.dtype, tensor.shape, raw(tensor)), name
 
 
-# --- another process, asked through a pipe; the manifest travels pickled, as by any RPC ---
+# --- other processes, asked through a pipe; the manifest travels pickled, as by any RPC ---
 
 
 def serve(calls: Connection) -> None:
     torch.set_num_threads(1)
-    receiver: Receiver = SharedReceiver()
-    held: Weights = {}
+    receiver: Any = None
     while (call := calls.recv()) is not None:
         name, argument = call
         try:
             if name == "meet":
-                receiver = BroadcastReceiver(*argument)
-            elif name == "hold":
-                held = dict(receiver.receive(argument))
+                receiver = open_receiver(*argument, "127.0.0.1")
+                calls.send(None)
+            elif name == "receive":
+                calls.send(shown(receiver.receive(argument)))
+            elif name == "peak":
+                calls.send(receiver.peak)
             elif name == "first":
                 next(receiver.receive(argument))
+                calls.send(None)
+            elif name == "die":
+                next(tensors := receiver.receive(argument))
+                os._exit(9)
+                del tensors
+            elif name == "slowly":  # each tensor is read when the test says so
+                for tensor_name, tensor in receiver.receive(argument):
+                    calls.send(tensor_name)
+                    calls.recv()
+                    calls.send(raw(tensor))
+                calls.send(None)
             elif name == "reset":
-                receiver, held = SharedReceiver(), {}
-            elif name == "drop":
-                held = {}
-            calls.send({name: (t.dtype, t.shape, raw(t)) for name, t in held.items()})
+                receiver = None
+                calls.send(None)
         except WeightSyncError as error:
             calls.send(error)
 
@@ -108,22 +136,19 @@ class Engine:
         self.ask(call, argument)
         return self.answer()
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
 
-
-def shown(tensors: Weights) -> dict[str, Any]:
-    return {name: (t.dtype, t.shape, raw(t)) for name, t in tensors.items()}
+def shown(tensors: Any) -> dict[str, Any]:
+    return {name: (t.dtype, t.shape, raw(t)) for name, t in tensors}
 
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[list[Engine]]:
-    """Processes take seconds to start, so tests use the same ones."""
+    """Processes take a while to start, so tests use the same ones."""
     engines: list[Engine] = []
     yield engines
     for engine in engines:
-        engine.kill()
+        engine.process.kill()
+        engine.process.join()
 
 
 @pytest.fixture
@@ -141,15 +166,10 @@ def engines(started: list[Engine]) -> Iterator[Callable[[], Engine]]:
             started.append(engine)
 
 
-def segments(run: str, pid: int | str = "self") -> int:
-    """How many segments of a run a process still has open or mapped."""
-    opened = 0
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            opened += f"drumroll-{run} " in os.readlink(fd)
-        except FileNotFoundError:  # the directory itself was among them
-            continue
-    return opened + Path(f"/proc/{pid}/maps").read_text().count(f"drumroll-{run} ")
+def slots(run: str) -> list[int]:
+    """The sizes of the shared memory of a run that this process still has mapped."""
+    found = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if f"drumroll-{run} " in line)
+    return [int(end, 16) - int(begin, 16) for begin, end in (line[0].split("-") for line in found)]
 
 
 @pytest.fixture
@@ -158,220 +178,365 @@ def run(request: pytest.FixtureRequest) -> Iterator[str]:
     name = f"{request.node.name[:60]}-{os.getpid()}"
     yield name
     gc.collect()
-    assert segments(name) == 0
+    assert slots(name) == []
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and f"drumroll-{name} " in os.readlink(fd)]
+
+
+Meet = Callable[..., tuple[StreamSender, list[Engine]]]
 
 
 @pytest.fixture
-def shared(run: str) -> Iterator[tuple[SharedSender, SharedReceiver]]:
-    sender, receiver = SharedSender(run), SharedReceiver()
-    yield sender, receiver
-    sender.close()
-    receiver.close()
+def meet(run: str, engines: Callable[[], Engine]) -> Iterator[Meet]:
+    """Open a sender and as many receivers in processes of their own."""
+    opened: list[StreamSender] = []
+
+    def start(kind: str, receivers: int = 1, *, seconds: float = 60, bucket: int = BUCKET, packing: Packing = AS_IS) -> Any:
+        meeting = Meeting("127.0.0.1", 0, receivers + 1, seconds=seconds, kind=kind)
+        sender = SharedSender(meeting, run, packing, bucket) if kind == "shared" else BroadcastSender(meeting, packing, bucket)
+        opened.append(sender)
+        readers = [engines() for _ in range(receivers)]
+        for rank, reader in enumerate(readers, start=1):
+            reader("meet", (sender.meeting, rank))
+        return sender, readers
+
+    yield start
+    for sender in opened:
+        sender.close()
+
+
+def publish(sender: StreamSender, readers: list[Engine], version: int, weights: Any, call: str = "receive") -> list[Any]:
+    manifest = pickle.loads(pickle.dumps(sender.announce(version)))
+    for reader in readers:
+        reader.ask(call, manifest)
+    sender.send(manifest, iter(weights.items()) if isinstance(weights, dict) else weights)
+    return [reader.answer() for reader in readers]
 
 
 def numbers(value: float, names: str = "ab") -> Weights:
     return {name: torch.full((300,), value + i) for i, name in enumerate(names)}
 
 
-# --- shared memory ---
+# --- what is sent arrives ---
 
 
-def test_shared_round_trip_of_all_kinds_of_tensors(shared: tuple[SharedSender, SharedReceiver]):
-    sender, receiver = shared
-    assert_same(dict(receiver.receive(pickle.loads(pickle.dumps(sender.send(1, mixed().items()))))), mixed())
+@KINDS
+def test_two_receivers_get_all_kinds_of_tensors_in_several_buckets(kind: str, meet: Meet):
+    sender, readers = meet(kind, 2, packing=Packing(checksum=True))
+    adapters = {"lora_A": torch.randn(2, 64), "lora_B": torch.randn(64, 2)}
+    for version, update in enumerate([mixed(), adapters, {"empty": torch.empty(0)}, {}, mixed()]):
+        assert publish(sender, readers, version, update) == [shown(update.items())] * 2
+    assert sender._link.store.num_keys() < 20  # the headers of old versions are not kept
 
 
-@given(
-    updates=st.lists(
-        st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3), st.booleans()), max_size=6),
-        min_size=1,
-        max_size=4,
-    ),
-    checksum=st.booleans(),
-)
-@settings(max_examples=60, deadline=None)
-def test_shared_round_trip_of_any_updates(updates: list[list[tuple[torch.dtype, list[int], bool]]], checksum: bool):
-    """Any sequence of updates of any sizes through the same segments; what is held of the older ones does not change."""
-    sender, receiver = SharedSender("property", Packing(checksum=checksum)), SharedReceiver()
-    held: list[tuple[Weights, Weights]] = []
-    for version, update in enumerate(updates):
-        sent: Weights = {}
-        for i, (dtype, shape, turned) in enumerate(update):
-            values = 2 if dtype == torch.bool else 256
-            tensor = torch.randint(0, values, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).view(shape)
-            sent[f"{i}"] = tensor.permute(tuple(reversed(range(tensor.dim())))) if turned else tensor
-        held.append((dict(receiver.receive(sender.send(version, sent.items()))), sent))
-        for found, expected in held:
-            assert_same(found, expected)
-    sender.close()
-    receiver.close()
+def sending(sender: StreamSender, manifest: Any, weights: Any) -> Future[None]:
+    """Send on a thread."""
+    done: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(sender.send(manifest, weights))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return done
 
 
-def test_shared_memory_is_read_by_two_processes_and_used_again(
-    shared: tuple[SharedSender, SharedReceiver], engines: Callable[[], Engine]
-):
-    sender, _ = shared
-    readers = [engines(), engines()]
-    tokens = set()
-    for version in range(5):
-        manifest = sender.send(version, numbers(version).items())
-        tokens.add(manifest.token)
-        for reader in readers:
-            assert reader("hold", manifest) == shown(numbers(version))
-            reader("drop")
-    assert len(tokens) == 2
+@KINDS
+def test_any_updates_arrive_through_buckets_of_any_size(kind: str, meet: Meet):
+    """A tensor's memory is used again as soon as the next one is taken, on both sides."""
+    sender, readers = meet(kind)
+    update = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3), st.booleans()), max_size=6)
+
+    @given(updates=st.lists(update, min_size=1, max_size=3), bucket=st.integers(1, 700), checksum=st.booleans())
+    @settings(max_examples=25, deadline=None)
+    def check(updates: list[list[tuple[torch.dtype, list[int], bool]]], bucket: int, checksum: bool) -> None:
+        sender.bucket, sender.packing = bucket, Packing(checksum=checksum)
+        for version, update in enumerate(updates):
+            sent: Weights = {}
+            for i, (dtype, shape, turned) in enumerate(update):
+                values = 2 if dtype == torch.bool else 256
+                tensor = torch.randint(0, values, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).view(shape)
+                sent[f"{i}"] = tensor.permute(tuple(reversed(range(tensor.dim())))) if turned else tensor
+            assert publish(sender, readers, version, fleeting(sent)) == [shown(sent.items())]
+
+    check()
 
 
-def test_what_a_reader_holds_is_not_overwritten(shared: tuple[SharedSender, SharedReceiver], engines: Callable[[], Engine]):
-    sender, receiver = shared
-    reader = engines()
-    reader("hold", sender.send(0, numbers(0).items()))
-    kept = dict(receiver.receive(sender.send(1, numbers(1).items())))["a"][3:]
-    for version in range(2, 6):
-        sender.send(version, numbers(version).items())
-    assert reader("show") == shown(numbers(0))
-    assert kept.tolist() == [1.0] * 297
+def fleeting(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as a sharded learner gathers them: each is gone when the next one is taken."""
+    for name, tensor in weights.items():
+        gathered = tensor.clone()
+        yield name, gathered
+        if gathered.numel():
+            gathered.copy_(torch.zeros_like(gathered))
 
 
-def test_the_version_before_the_newest_can_be_fetched_an_older_one_is_refused(shared: tuple[SharedSender, SharedReceiver]):
-    sender, receiver = shared
-    manifests = [sender.send(version, numbers(version).items()) for version in range(3)]
-    for version in (1, 2):
-        assert_same(dict(receiver.receive(manifests[version])), numbers(version))
-    with pytest.raises(WrongVersion, match="announces version 0, its memory holds 2"):
-        receiver.receive(manifests[0])
-
-
-def test_a_half_written_version_is_never_given_out(shared: tuple[SharedSender, SharedReceiver]):
-    sender, receiver = shared
-    manifest = sender.send(0, numbers(0).items())
-    sender.send(1, numbers(1).items())
-
-    def breaking() -> Iterator[tuple[str, Tensor]]:
-        yield "a", torch.zeros(300)
-        with pytest.raises(WrongVersion, match="being overwritten"):
-            receiver.receive(manifest)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        sender.send(2, breaking())
-    with pytest.raises(WrongVersion, match="holds -1"):
-        receiver.receive(manifest)
-    assert_same(dict(receiver.receive(sender.send(3, numbers(3).items()))), numbers(3))
-
-
-def test_a_changed_byte_is_found_and_its_tensor_named(run: str):
-    sender, receiver = SharedSender(run, Packing(checksum=True)), SharedReceiver()
-    manifest = sender.send(0, numbers(0, "abc").items())
-    sender._segments[0].data[manifest.entries[1].begin + 17] ^= 1
-    with pytest.raises(Corrupted, match="'b'"):
-        dict(receiver.receive(manifest))
-    sender.close()
-    receiver.close()
-
-
-def test_floating_tensors_are_converted_on_the_way(run: str):
-    sender, receiver = SharedSender(run, Packing(dtype=torch.bfloat16)), SharedReceiver()
+@KINDS
+def test_floating_tensors_are_converted_on_the_way(kind: str, meet: Meet):
+    sender, readers = meet(kind, packing=Packing(dtype=torch.bfloat16))
     sent = {"weight": torch.randn(9, 4), "steps": torch.arange(3)}
     expected = {"weight": sent["weight"].bfloat16(), "steps": sent["steps"]}
-    assert_same(dict(receiver.receive(sender.send(0, sent.items()))), expected)
-    sender.close()
-    receiver.close()
+    assert publish(sender, readers, 0, sent) == [shown(expected.items())]
 
 
-def test_adapters_alone_are_a_smaller_update(shared: tuple[SharedSender, SharedReceiver]):
-    sender, receiver = shared
-    adapters = {"lora_A": torch.randn(2, 64), "lora_B": torch.randn(64, 2)}
-    for version, update in enumerate([mixed(), adapters, adapters, mixed(), {}]):
-        assert_same(dict(receiver.receive(sender.send(version, update.items()))), update)
+@KINDS
+def test_a_changed_byte_is_found_its_tensor_named_and_the_next_version_arrives(kind: str, meet: Meet, monkeypatch: Any):
+    sender, readers = meet(kind, 2, packing=Packing(checksum=True))
+    with monkeypatch.context() as patched:
+        write = Packing.write
+
+        def tampered(self: Packing, data: Tensor, entry: Entry, tensor: Tensor) -> Entry:
+            sealed = write(self, data, entry, tensor)
+            if entry.name == "b":
+                data[entry.begin + 17] ^= 1
+            return sealed
+
+        patched.setattr(Packing, "write", tampered)
+        with pytest.raises(Corrupted, match="'b'"):
+            publish(sender, readers, 0, numbers(0, "abcdef"))
+    with pytest.raises(Corrupted, match="'b'"):
+        readers[1].answer()
+    assert publish(sender, readers, 1, numbers(1)) == [shown(numbers(1).items())] * 2
 
 
-def test_full_tensors_are_taken_one_at_a_time(shared: tuple[SharedSender, SharedReceiver]):
-    """So that a sharded learner need not gather all of them at once."""
-    sender, receiver = shared
-    alive: list[int] = []
+# --- how much is held ---
+
+
+@KINDS
+def test_no_side_holds_more_than_two_buckets(kind: str, meet: Meet, run: str):
+    """Whatever the weights' size; a tensor larger than a bucket counts as a bucket, and its memory is freed afterwards."""
+    sender, readers = meet(kind, 2)
+    many = {f"{i}": torch.full((100,), float(i)) for i in range(50)}
+    assert publish(sender, readers, 0, many) == [shown(many.items())] * 2
+    page = 4096 if kind == "shared" else BUCKET
+    assert BUCKET <= sender.peak <= 2 * BUCKET
+    assert all(100 * 4 <= reader("peak") <= 2 * BUCKET for reader in readers)
+    assert len(slots(run)) <= 2
+    assert sum(slots(run)) <= 2 * page
+    large = many | {f"large {i}": torch.full((5000,), float(i)) for i in range(4)}
+    assert publish(sender, readers, 1, large) == [shown(large.items())] * 2
+    assert 20_000 < sender.peak <= 2 * 20_000
+    assert all(20_000 <= reader("peak") <= 2 * 20_000 for reader in readers)
+    assert slots(run) == []
+
+
+@KINDS
+def test_three_buckets_would_be_found(kind: str, meet: Meet, monkeypatch: Any):
+    from drumroll.weights import broadcast, shared_memory
+
+    for module in (broadcast, shared_memory):
+        monkeypatch.setattr(module, "SLOTS", stream.SLOTS + 1)
+    sender, readers = meet(kind)
+    publish(sender, readers, 0, {f"{i}": torch.full((100,), float(i)) for i in range(50)})
+    assert sender.peak > 2 * BUCKET
+
+
+@KINDS
+def test_a_slow_receiver_holds_the_sender_back_and_reads_what_was_sent(kind: str, meet: Meet):
+    sender, (slow, quick) = meet(kind, 2)
+    weights, taken = {f"{i}": torch.full((300,), float(i)) for i in range(12)}, list[str]()
+
+    def counted() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in fleeting(weights):
+            taken.append(name)
+            yield name, tensor
+
+    manifest = sender.announce(0)
+    slow.ask("slowly", manifest)
+    quick.ask("receive", manifest)
+    done = sending(sender, manifest, counted())
+    for index, (name, tensor) in enumerate(weights.items()):  # each is a bucket of its own
+        assert slow.answer() == name
+        if kind == "shared":  # gloo's receivers have two buckets of their own besides
+            assert len(taken) <= index + 3
+        slow.calls.send(None)
+        assert slow.answer() == raw(tensor)
+    assert slow.answer() is None
+    done.result(60)
+    assert quick.answer() == shown(weights.items())
+
+
+# --- what goes wrong ---
+
+
+@KINDS
+def test_another_version_is_refused_and_the_next_arrives(kind: str, meet: Meet):
+    sender, (reader,) = meet(kind)
+    for weights in (numbers(1, "abcdef"), {}):
+        manifest = sender.announce(1)
+        reader.ask("receive", replace(manifest, version=7))
+        sender.send(manifest, weights.items())
+        with pytest.raises(WrongVersion, match="announces version 7, the sender sends 1"):
+            reader.answer()
+    assert publish(sender, [reader], 2, numbers(2)) == [shown(numbers(2).items())]
+
+
+@KINDS
+def test_a_receiver_that_stops_early_does_not_block_the_others(kind: str, meet: Meet):
+    sender, readers = meet(kind, 2)
+    manifest = sender.announce(1)
+    readers[0].ask("first", manifest)
+    readers[1].ask("receive", manifest)
+    sender.send(manifest, numbers(1, "abcdef").items())
+    readers[0].answer()
+    assert readers[1].answer() == shown(numbers(1, "abcdef").items())
+    assert publish(sender, readers, 2, numbers(2)) == [shown(numbers(2).items())] * 2
+
+
+@KINDS
+@pytest.mark.parametrize("error", [ZeroDivisionError, RuntimeError])
+def test_receivers_learn_that_the_learner_failed_and_the_caller_gets_its_error(kind: str, meet: Meet, error: type[Exception]):
+    sender, readers = meet(kind, 2)
+
+    def breaking() -> Iterator[tuple[str, Tensor]]:
+        yield from numbers(0, "abcd").items()
+        raise error("no more")
+
+    with pytest.raises(error, match=r"^no more$"):
+        publish(sender, readers, 0, breaking())
+    for reader in readers:
+        with pytest.raises(WeightSyncError, match=f"{error.__name__}: no more"):
+            reader.answer()
+    assert publish(sender, readers, 1, numbers(1)) == [shown(numbers(1).items())] * 2
+
+
+@KINDS
+def test_a_receiver_that_dies_ends_the_attempt_everywhere_and_all_tensors_are_taken(kind: str, meet: Meet):
+    """Within seconds, not after the time that a slow receiver has."""
+    sender, readers = meet(kind, 2, seconds=3600)
+    publish(sender, readers, 0, numbers(0))
+    taken = list[str]()
 
     def gathered() -> Iterator[tuple[str, Tensor]]:
-        for i in range(20):
-            alive.append(sum(type(o) is Tensor and o.numel() == 12_345 for o in gc.get_objects()))
-            yield f"{i}", torch.full((12_345,), float(i))
+        for name, tensor in numbers(1, "abcdefgh").items():
+            taken.append(name)
+            yield name, tensor
 
-    found = dict(receiver.receive(sender.send(0, gathered())))
-    assert [t[0].item() for t in found.values()] == list(range(20))
-    assert max(alive) <= 1
-
-
-def test_a_closed_sender_is_told_apart_and_leaves_what_is_held(run: str):
-    sender, receiver = SharedSender(run), SharedReceiver()
-    first, second = (sender.send(version, numbers(version).items()) for version in range(2))
-    held = dict(receiver.receive(first))
-    sender.close()
-    with pytest.raises(WeightSyncError, match="Version 1 is gone"):
-        receiver.receive(second)
-    receiver.close()
-    assert_same(held, numbers(0))
+    manifest = sender.announce(1)
+    readers[0].ask("die", manifest)
+    readers[1].ask("receive", manifest)
+    with pytest.raises(WeightSyncError, match="Version 1 did not reach all engines"):
+        sender.send(manifest, gathered())
+    assert "".join(taken) == "abcdefgh"  # other ranks of a sharded learner gather them with this one
+    with pytest.raises(WeightSyncError):
+        readers[1].answer()
+    readers[0].process.join()
 
 
-def test_a_killed_reader_leaves_nothing_behind(run: str, engines: Callable[[], Engine]):
-    sender, reader = SharedSender(run), engines()
-    manifests = [sender.send(version, numbers(version).items()) for version in range(2)]
-    reader("hold", manifests[0])
-    reader.kill()
-    assert sender.send(2, numbers(2).items()).token == manifests[0].token  # its lock went with it
-    sender.close()
+@KINDS
+def test_a_receiver_that_died_before_is_noticed_too(kind: str, meet: Meet):
+    sender, readers = meet(kind, 2, seconds=3600)
+    publish(sender, readers, 0, numbers(0))
+    readers[0].process.kill()
+    readers[0].process.join()
+    readers[1].ask("receive", manifest := sender.announce(1))
+    with pytest.raises(WeightSyncError, match="did not reach all engines"):
+        sender.send(manifest, numbers(1).items())
+    with suppress(WeightSyncError):  # it may have had its part before
+        readers[1].answer()
 
 
-def serve_sender(calls: Connection, run: str) -> None:
-    sender = SharedSender(run)
-    calls.send(sender.send(0, numbers(0).items()))
-    calls.recv()
+def gather_and_send(rank: int, folder: str, kind: str, dies: bool) -> Any:
+    """Ranks 0 and 1 are a sharded learner's: they gather each tensor together, and rank 0 sends. Rank 2 receives."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{kind}{dies}", rank=rank, world_size=3)
+    learners, box = dist.new_group([0, 1]), [None]
+    sender: Any = None
+    if rank == 0:
+        meeting = Meeting("127.0.0.1", 0, 2, seconds=3600, kind=kind)
+        sender = (
+            SharedSender(meeting, "gathered", bucket=BUCKET) if kind == "shared" else BroadcastSender(meeting, bucket=BUCKET)
+        )
+        box = [(sender.meeting, sender.announce(3))]
+    dist.broadcast_object_list(box, 0)
+    meeting, manifest = box[0]
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        for index in range(9):
+            shards = [torch.zeros(150) for _ in range(2)]
+            dist.all_gather(shards, torch.full((150,), 2.0 * index + rank), group=learners)
+            yield f"{index}", torch.cat(shards)
+
+    if rank == 2:
+        tensors = open_receiver(meeting, 1, "127.0.0.1").receive(manifest)
+        if not dies:
+            return {name: tensor[::150].tolist() for name, tensor in tensors}
+        next(tensors)
+        os._exit(9)
+    failure = ""
+    try:
+        if rank == 0:
+            sender.send(manifest, gathered())
+        else:
+            deque(gathered(), maxlen=0)
+    except WeightSyncError as error:
+        failure = str(error)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=learners)  # the next thing that the ranks do together
+    return failure, total.item()
 
 
-def test_a_killed_sender_leaves_nothing_behind(run: str):
+@KINDS
+def test_ranks_that_gather_together_send_what_they_gathered(kind: str, tmp_path: Path):
+    first, second, received = run_ranks(gather_and_send, 3, str(tmp_path), kind, False)
+    assert first == second == ("", 2.0)
+    assert received == {f"{index}": [2.0 * index, 2.0 * index + 1] for index in range(9)}
+
+
+@KINDS
+def test_ranks_that_gather_together_stay_together_when_the_receiver_dies(kind: str, tmp_path: Path):
+    first, second = run_ranks(gather_and_send, 3, str(tmp_path), kind, True, lost=(2,))
+    assert "did not reach all engines" in first[0]
+    assert (first[1], second) == (2.0, ("", 2.0))
+
+
+def serve_sender(calls: Connection, run: str, kind: str) -> None:
+    meeting = Meeting("127.0.0.1", 0, 2, kind=kind)
+    sender = SharedSender(meeting, run, bucket=BUCKET) if kind == "shared" else BroadcastSender(meeting, bucket=BUCKET)
+    calls.send((sender.meeting, manifest := sender.announce(0)))
+
+    def endless() -> Iterator[tuple[str, Tensor]]:
+        while True:
+            yield "x", torch.ones(300)
+
+    sender.send(manifest, endless())
+
+
+@KINDS
+def test_a_killed_sender_breaks_the_stream_and_leaves_nothing_behind(kind: str, run: str):
     calls, theirs = FORKED.Pipe()
-    process = FORKED.Process(target=serve_sender, args=(theirs, run), daemon=True)
+    process = FORKED.Process(target=serve_sender, args=(theirs, run, kind), daemon=True)
     process.start()
-    receiver, manifest = SharedReceiver(), calls.recv()
-    held = dict(receiver.receive(manifest))
+    meeting, manifest = calls.recv()
+    receiver = open_receiver(meeting, 1, "127.0.0.1")
+    tensors = receiver.receive(manifest)
+    next(tensors)
     process.kill()
     process.join()
-    assert_same(held, numbers(0))
-    with pytest.raises(WeightSyncError, match="is gone"):
-        receiver.receive(manifest)
+    with pytest.raises(WeightSyncError, match=r"Version 0 did not arrive|Version 0 is gone"):
+        for _ in tensors:
+            pass
     receiver.close()
     assert not list(Path("/dev/shm").glob("*drumroll*"))
 
 
-# --- broadcast ---
+def test_only_the_models_own_parameters_fill_it():
+    model = {"a": torch.zeros(3), "b": torch.zeros(2, 2)}
+    fill(model, [("b", torch.ones(2, 2)), ("a", torch.ones(3, dtype=torch.bfloat16))])
+    assert all(bool((value == 1).all()) for value in model.values())
+    good = [("a", torch.ones(3)), ("b", torch.ones(2, 2))]
+    for wrong, message in (
+        ([*good, ("c", torch.ones(1))], "hold 'c' but the model has no such parameter"),
+        ([*good, good[0]], "hold 'a' twice"),
+        ([("a", torch.ones(1))], r"'a' has the shape \(1,\) in the weights and \(3,\) in the model"),
+        (good[:1], "lack 1 of the model's 2 parameters: 'b'"),
+        ([], "lack 2 of the model's 2 parameters: 'a', 'b'"),
+    ):
+        with pytest.raises(WrongWeights, match=message):
+            fill(model, wrong)
 
 
-def meet(
-    engines: Callable[[], Engine], receivers: int, seconds: float = 60, **options: Any
-) -> tuple[BroadcastSender, list[Engine]]:
-    sender = BroadcastSender(Meeting("127.0.0.1", 0, receivers + 1, seconds=seconds), **options)
-    readers = [engines() for _ in range(receivers)]
-    for rank, reader in enumerate(readers, start=1):
-        reader("meet", (sender.meeting, rank))
-    return sender, readers
-
-
-def publish(sender: Sender, readers: list[Engine], version: int, weights: Weights, call: str = "hold") -> list[Any]:
-    manifest = pickle.loads(pickle.dumps(sender.send(version, weights.items())))
-    for reader in readers:
-        reader.ask(call, manifest)
-    answers = [reader.answer() for reader in readers]
-    sender.wait()
-    return answers
-
-
-def test_broadcast_to_two_receivers_in_several_buckets(engines: Callable[[], Engine]):
-    sender, readers = meet(engines, 2, bucket=512, packing=Packing(checksum=True))
-    adapters = {"lora_A": torch.randn(2, 64), "lora_B": torch.randn(64, 2)}
-    assert len(list(sender._buckets(mixed().items()))) > 3
-    for version, update in enumerate([mixed(), adapters, {"empty": torch.empty(0)}, {}, mixed()]):
-        assert publish(sender, readers, version, update) == [shown(update)] * 2
-    assert sender._link.store.num_keys() < 20  # the headers of old manifests are not kept
-    sender.close()
+# --- the store, the group and the choice of the transport ---
 
 
 def listening(port: int) -> set[str]:
@@ -384,8 +549,8 @@ def test_the_store_listens_on_its_own_address_only_and_holds_no_code():
     sender = BroadcastSender(Meeting("127.0.0.1", 0, 1))
     assert listening(sender.meeting.port) == {"0100007F"}
     entries = (Entry("a.b", torch.bfloat16, (2, 3), 0, 12, 7), Entry("ü", torch.bool, (), 64, 65))
-    for header in (_Header(3, entries, 65), _Header(3, error="ZeroDivisionError: no")):
-        assert _Header.decode(header.encode().encode()) == header
+    for header in (Header(3, entries, 65, "/proc/1/fd/2:ab"), Header(3, error="ZeroDivisionError: no")):
+        assert Header.decode(header.encode().encode()) == header
         json.loads(header.encode())
     sender.close()
 
@@ -415,123 +580,13 @@ def test_shared_memory_between_machines_is_refused():
         choose("shared", [End("a"), End("b")])
 
 
-def test_buckets_hold_every_tensor_once_and_keep_their_size():
-    sender = BroadcastSender(Meeting("127.0.0.1", 0, 1))
-
-    @given(sizes=st.lists(st.integers(0, 40), max_size=12), bucket=st.integers(1, 200), settled=st.booleans())
-    @settings(max_examples=150, deadline=None)
-    def check(sizes: list[int], bucket: int, settled: bool) -> None:
-        sender.bucket = bucket
-        sent = {f"{i}": torch.randn(size) for i, size in enumerate(sizes)}
-        before = {name: tensor.clone() for name, tensor in sent.items()}
-        if settled:
-            settle(sent.values())
-        assert_same(sent, before)
-        buckets = [(entries, data.clone()) for entries, data in sender._buckets(sent.items())]
-        assert [entry.name for entries, _ in buckets for entry in entries] == list(sent)
-        assert all(len(data) <= bucket or len(entries) == 1 for entries, data in buckets)
-        for entries, data in buckets:
-            assert_same(dict(unpack(data, entries)), {entry.name: sent[entry.name] for entry in entries})
-
-    check()
-    sender.close()
-
-
-def test_settled_tensors_are_sent_from_where_they_lie():
-    sender = BroadcastSender(Meeting("127.0.0.1", 0, 1), bucket=16 << 20)
-    sent = {f"{i}": torch.randn(1000, 300) for i in range(20)}
-    settle(sent.values())
-    home = sent["0"].untyped_storage()
-    buckets = list(sender._buckets(sent.items()))
-    assert len(buckets) == 2
-    assert all(data.untyped_storage().data_ptr() == home.data_ptr() for _, data in buckets)
-    sender.close()
-
-
-def test_broadcast_leaves_the_default_group_alone(engines: Callable[[], Engine], tmp_path: Path):
+def test_broadcast_leaves_the_default_group_alone(meet: Meet, tmp_path: Path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        sender, readers = meet(engines, 1)
-        assert publish(sender, readers, 0, numbers(0)) == [shown(numbers(0))]
+        sender, readers = meet("broadcast")
+        assert publish(sender, readers, 0, numbers(0)) == [shown(numbers(0).items())]
         one = torch.ones(1)
         dist.all_reduce(one)
         assert (one.item(), dist.get_world_size()) == (1.0, 1)
-        sender.close()
     finally:
         dist.destroy_process_group()
-
-
-def test_broadcast_of_another_version_is_refused_and_the_next_arrives(engines: Callable[[], Engine]):
-    sender, (reader,) = meet(engines, 1, bucket=1500)
-    wrong = replace(sender.send(1, numbers(1, "abcdef").items()), version=7)
-    with pytest.raises(WrongVersion, match="announces version 7, the sender sends 1"):
-        reader("hold", wrong)
-    assert publish(sender, [reader], 2, numbers(2)) == [shown(numbers(2))]
-    sender.close()
-
-
-def test_a_receiver_that_stops_early_does_not_block_the_others(engines: Callable[[], Engine]):
-    sender, readers = meet(engines, 2, bucket=1500)
-    manifest = sender.send(1, numbers(1, "abcdef").items())
-    readers[0].ask("first", manifest)
-    assert readers[1]("hold", manifest) == shown(numbers(1, "abcdef"))
-    readers[0].answer()
-    assert publish(sender, readers, 2, numbers(2)) == [shown(numbers(2))] * 2
-    sender.close()
-
-
-def test_receivers_learn_that_the_sender_failed(engines: Callable[[], Engine]):
-    sender, (reader,) = meet(engines, 1, bucket=1500)
-
-    def breaking() -> Iterator[tuple[str, Tensor]]:
-        yield from numbers(0, "abcd").items()
-        raise ZeroDivisionError("no more")
-
-    manifest = sender.send(0, breaking())
-    with pytest.raises(WeightSyncError, match="ZeroDivisionError: no more"):
-        reader("hold", manifest)
-    with pytest.raises(ZeroDivisionError):
-        sender.wait()
-    assert publish(sender, [reader], 1, numbers(1)) == [shown(numbers(1))]
-    sender.close()
-
-
-def test_the_sender_learns_that_a_receiver_died(engines: Callable[[], Engine]):
-    sender, readers = meet(engines, 2)
-    publish(sender, readers, 0, numbers(0))
-    readers[0].kill()
-    readers[1].ask("hold", sender.send(1, numbers(1).items()))
-    with pytest.raises(WeightSyncError, match="did not reach all engines"):
-        sender.wait()
-    with suppress(WeightSyncError):  # it may have had its part before; it does not wait for the timeout
-        readers[1].answer()
-    sender.close()
-
-
-def test_broadcast_corruption_is_found(engines: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch):
-    sender, (reader,) = meet(engines, 1, packing=Packing(checksum=True))
-    whole = sender._buckets
-
-    def tampered(tensors: Any) -> Iterator[Any]:
-        for entries, data in whole(tensors):
-            data[entries[-1].begin] ^= 1
-            yield entries, data
-
-    monkeypatch.setattr(sender, "_buckets", tampered)
-    with pytest.raises(Corrupted, match="'b'"):
-        publish(sender, [reader], 0, numbers(0))
-    sender.wait()
-    sender.close()
-
-
-def test_received_buckets_stay_while_held(engines: Callable[[], Engine]):
-    """The sender's own process may hold buckets too: memory is used again only when nothing refers to it."""
-    sender = BroadcastSender(Meeting("127.0.0.1", 0, 1), bucket=1500)
-    link = sender._link
-    held = [link.buffer(1000).fill_(i)[5:] for i in range(6)]
-    assert [t[0].item() for t in held] == list(range(6))
-    addresses = {t.untyped_storage().data_ptr() for t in held}
-    del held
-    assert link.buffer(1000).data_ptr() in addresses
-    assert len(link._idle) <= IN_FLIGHT + 1
-    sender.close()

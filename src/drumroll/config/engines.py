@@ -18,7 +18,8 @@ class EngineTraits:
     title: str
     """Its name in sentences."""
     own_process: bool = False
-    """It computes in processes of its own, so it needs the `ray` runtime, and weights reach it through host memory."""
+    """It computes in processes of its own, so it needs the `ray` runtime; weights reach it through host memory, unless
+    its processes receive them (`drumroll.engines.ReceivesWeights`)."""
     shares_weights: bool = False
     """In the learner's process it generates with the learner's own weights; without this trait it gets a copy."""
     adapters: bool = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from drumroll.config.engines import ENGINES, KEY, EngineTraits
 from drumroll.config.roles import LoraConfig, RolloutRole
@@ -20,9 +20,8 @@ from drumroll.registry import import_path
 from drumroll.sample import StopReason, Version
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from drumroll.models.loading import LoadedModel
+    from drumroll.weights import Meeting, Named, WeightManifest
 
 
 class EngineLost(Exception):
@@ -84,13 +83,16 @@ class Engine(Protocol):
         """Set the version of the weights that the engine now holds."""
         ...
 
-    def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
-        """Switch to new weights between two tokens. Running requests continue; their keys and values are kept or recomputed."""
+    def load(self, version: Version, weights: Named, *, recompute: bool) -> None:
+        """Switch to new weights between two tokens. Running requests continue; their keys and values are kept or recomputed.
+
+        `weights` is a stream: a tensor is valid until the next one is taken, and the engine pauses until the last has
+        come. It must hold every parameter once. If it breaks, or holds other tensors (`WrongWeights`), its error is raised
+        here, and the engine generates nothing until it has loaded a whole version: requests wait, other calls work.
+        """
         ...
 
-    def load_adapter(
-        self, version: Version, adapter: Mapping[str, Tensor], config: Mapping[str, Any], *, recompute: bool
-    ) -> None:
+    def load_adapter(self, version: Version, adapter: Named, config: Mapping[str, Any], *, recompute: bool) -> None:
         """Switch to new weights of the LoRA adapters, named and configured as PEFT does, as `load` does to all weights.
 
         Only backends with the trait `adapters` are asked.
@@ -111,6 +113,23 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop and free everything."""
+        ...
+
+
+@runtime_checkable
+class ReceivesWeights(Protocol):
+    """An engine whose own processes receive published weights; other engines get them by `load`."""
+
+    def receivers(self) -> int:
+        """Return the number of processes that receive."""
+        ...
+
+    def connect(self, meeting: Meeting, first: int, address: str) -> None:
+        """Let the processes meet a sender, as its receivers `first` and following."""
+        ...
+
+    def receive(self, manifest: WeightManifest, *, recompute: bool) -> None:
+        """Switch to the announced weights, as `load` does."""
         ...
 
 

@@ -19,9 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,54 +29,20 @@ from torch import Tensor
 from drumroll.config.engines import ENGINES
 from drumroll.engines import Completion, EngineBackend, EngineLost, EngineSetup, Request
 from drumroll.engines.pages import Chain, FixedPages, Pages
+from drumroll.engines.rows import Chunk, Row, deliver
 from drumroll.engines.sampler import Restriction, choose, keyed_uniform
 from drumroll.errors import ConfigError
 from drumroll.models.attention import Decode, KVCache, PageSlots, Prefill, Reads
 from drumroll.models.loading import LoadedModel, kv_shapes
+from drumroll.models.lora import adapter_parameters
 from drumroll.models.packing import PackedLinears, quicken_norms
 from drumroll.processes.accelerator import send
 from drumroll.processes.threads import CORES, LINGER
 from drumroll.sample import StopReason, Version
+from drumroll.weights import Named, fill
 
 PREFILL_TOKENS = 512
 PAGE_TOKENS = 128
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A running or waiting request, the future of its result, and the keys and values it holds."""
-
-    request: Request
-    future: asyncio.Future[Completion]
-    completion: Completion = field(default_factory=Completion)
-    chain: Chain = field(default_factory=Chain)
-    arrival: int = -1
-    admitted: bool = False
-
-    @property
-    def length(self) -> int:
-        return len(self.request.tokens) + len(self.completion.tokens)
-
-    @property
-    def pending(self) -> int:
-        """The number of tokens whose keys and values are not computed yet; a row with one is ready to decode."""
-        return self.length - self.chain.length
-
-    @property
-    def last_token(self) -> int:
-        return self.completion.tokens[-1] if self.completion.tokens else self.request.tokens[-1]
-
-    def tokens(self) -> list[int]:
-        return [*self.request.tokens, *self.completion.tokens]
-
-
-class _Chunk(NamedTuple):
-    """Tokens of a row to compute now, from position `start` on, and where their keys and values go."""
-
-    row: _Row
-    start: int
-    tokens: list[int]
-    page_slots: tuple[list[int], list[int]]
 
 
 class NativeEngine:
@@ -116,9 +80,10 @@ class NativeEngine:
         self._pages = self._new_pages()
         self._arrivals = itertools.count()
         self._renamed = False
-        self._rows: list[_Row | None] = []
-        self._waiting: deque[_Row] = deque()
-        self._inbox: list[_Row] = []
+        self._whole = True
+        self._rows: list[Row | None] = []
+        self._waiting: deque[Row] = deque()
+        self._inbox: list[Row] = []
         self._aborts: set[str] = set()
         self._interrupted = False
         self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
@@ -134,7 +99,7 @@ class NativeEngine:
         if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < self._vocabulary:
             unknown = next(t for t in request.tokens if not 0 <= t < self._vocabulary)
             raise IndexError(f"request {request.id}: the model has no token {unknown}; it has 0 to {self._vocabulary - 1}")
-        row = _Row(request, asyncio.get_running_loop().create_future())
+        row = Row(request, asyncio.get_running_loop().create_future())
         with self._wake:
             if self._closed:
                 raise EngineLost("the engine is closed")
@@ -149,25 +114,40 @@ class NativeEngine:
     def abort(self, request_id: str) -> None:
         with self._wake:
             self._aborts.add(request_id)
-            self._wake.notify()
+            self._rouse_if_needed()
 
     def interrupt(self) -> None:
         with self._wake:
             self._interrupted = bool(self._inbox or self._waiting or self._live())
-            self._wake.notify()
+            self._rouse_if_needed()
 
     def set_version(self, version: Version) -> None:
         with self._wake:
             self.version = version
             self._renamed = True
 
-    def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
-        self._change(lambda: self._apply(version, weights, recompute))
+    def load(self, version: Version, weights: Named, *, recompute: bool) -> None:
+        self._load(version, weights, dict(self.model.module.named_parameters()), recompute)
 
-    def load_adapter(
-        self, version: Version, adapter: Mapping[str, Tensor], config: Mapping[str, Any], *, recompute: bool
-    ) -> None:
-        self.load(version, adapter, recompute=recompute)  # the module has the adapters, so their weights are among its own
+    def load_adapter(self, version: Version, adapter: Named, config: Mapping[str, Any], *, recompute: bool) -> None:
+        self._load(version, adapter, adapter_parameters(self.model.module), recompute)
+
+    def _load(self, version: Version, weights: Named, into: dict[str, Tensor], recompute: bool) -> None:
+        """Let the thread take a stream of weights. If that fails, the engine waits for a whole version."""
+        failures = list[Exception]()
+
+        def switch() -> None:
+            self._whole = False
+            try:
+                fill(into, weights)
+                self._whole = True
+            except Exception as error:
+                failures.append(error)
+            self._switched(version if self._whole else self.version, recompute)
+
+        self._change(switch)
+        if failures:
+            raise failures[0]
 
     def sleep(self) -> None:
         self._change(self._fall_asleep)
@@ -193,6 +173,11 @@ class NativeEngine:
             return
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
+
+    def _rouse_if_needed(self) -> None:
+        """As `_rouse`, if there are requests; the thread of an idle engine ends though requests wait."""
+        if not self._closed and (self._waiting or self._live()):
+            self._rouse()
 
     def _change(self, work: Callable[[], None]) -> None:
         """Let the thread run `work` between two tokens.
@@ -250,7 +235,7 @@ class NativeEngine:
                 while self._collect():
                     try:
                         CORES.adjust()
-                        if self._kept is None:
+                        if self._idle:
                             continue
                         self._packs.refresh()
                         with torch.inference_mode():
@@ -306,12 +291,8 @@ class NativeEngine:
             done.set_result(None)
         return not self._closed
 
-    def _apply(self, version: Version, weights: Mapping[str, Tensor], recompute: bool) -> None:
-        """Switch to new weights, between two tokens."""
-        own = dict(self.model.module.named_parameters())
-        with torch.no_grad():
-            for name, value in weights.items():
-                own[name].copy_(value)
+    def _switched(self, version: Version, recompute: bool) -> None:
+        """Discard what the weights before have computed."""
         self.version = version
         self._forget()
         for row in self._rows if recompute else ():
@@ -334,12 +315,15 @@ class NativeEngine:
         self._packs.release()
 
     def _busy(self) -> bool:
-        """Return whether the thread has work. While the engine sleeps, late requests wait; they can only be aborted."""
+        """Return whether the thread has work. While the engine is idle, requests wait; they can only be aborted."""
         if self._inbox or self._changes or self._closed:
             return True
-        if self._kept is None:
-            return bool(self._waiting and (self._aborts or self._interrupted))
-        return bool(self._waiting) or self._live()
+        return (bool(self._waiting) or self._live()) and (not self._idle or bool(self._aborts) or self._interrupted)
+
+    @property
+    def _idle(self) -> bool:
+        """Whether it generates nothing: it sleeps, or new weights arrived in part."""
+        return self._kept is None or not self._whole
 
     def _live(self) -> bool:
         return any(row is not None for row in self._rows)
@@ -357,7 +341,7 @@ class NativeEngine:
         self._rows.clear()
         self._pages = self._new_pages()  # the old pages may list tokens that were never computed
         for row in rows:
-            _deliver(row.future, error)
+            deliver(row.future, error)
 
     def _free_slots(self) -> list[int]:
         free = [i for i, row in enumerate(self._rows) if row is None]
@@ -375,7 +359,7 @@ class NativeEngine:
             self._rows[slot] = row
             row.admitted, row.chain = True, Chain(slot)
 
-    def _assignments(self) -> list[tuple[int, _Row]]:
+    def _assignments(self) -> list[tuple[int, Row]]:
         """Assign waiting requests to free slots and remove them from the queue."""
         free, admitted = self._free_slots(), []
         if not self.fixed_shape:
@@ -396,10 +380,10 @@ class NativeEngine:
         self._waiting = deque(row for row in self._waiting if id(row) not in gone)
         return admitted
 
-    def _oldest_first(self) -> list[_Row]:
+    def _oldest_first(self) -> list[Row]:
         return sorted((row for row in self._rows if row is not None), key=lambda row: row.arrival)
 
-    def _extend(self, row: _Row, tokens: list[int]) -> tuple[list[int], list[int]] | None:
+    def _extend(self, row: Row, tokens: list[int]) -> tuple[list[int], list[int]] | None:
         """Reserve pages for a row's next tokens. If there is no room, preempt the youngest rows, but never an older one."""
         while (page_slots := self._pages.extend(row.chain, tokens)) is None:
             youngest = self._oldest_first()[-1]
@@ -415,9 +399,9 @@ class NativeEngine:
     def _prefill(self) -> None:
         """Compute rows that lack more than their last token: a bounded number of tokens, equal sequences only once."""
         budget = sys.maxsize if self.fixed_shape else PREFILL_TOKENS
-        leaders: dict[tuple[int, ...], _Row] = {}
-        followers: dict[int, list[_Row]] = {}
-        chunks: list[_Chunk] = []
+        leaders: dict[tuple[int, ...], Row] = {}
+        followers: dict[int, list[Row]] = {}
+        chunks: list[Chunk] = []
         for row in self._oldest_first():
             if row.pending == 1 or not row.admitted:
                 continue
@@ -431,11 +415,11 @@ class NativeEngine:
             if row.pending == 1 or count == 0 or (page_slots := self._extend(row, tokens[start : start + count])) is None:
                 continue
             budget -= count
-            chunks.append(_Chunk(row, start, tokens[start : start + count], page_slots))
+            chunks.append(Chunk(row, start, tokens[start : start + count], page_slots))
         for batch in [[c] for c in chunks] if self.fixed_shape else [chunks] if chunks else []:
             self._compute(batch, followers)
 
-    def _compute(self, chunks: list[_Chunk], followers: dict[int, list[_Row]]) -> None:
+    def _compute(self, chunks: list[Chunk], followers: dict[int, list[Row]]) -> None:
         """Run one pass over chunks of several sequences.
 
         Sequences that are now complete get a token, and so do rows equal to them.
@@ -463,7 +447,7 @@ class NativeEngine:
         if rows:
             self._append(rows, logits.index_select(0, self._send(source)))
 
-    def _follow(self, leader: _Row, row: _Row) -> None:
+    def _follow(self, leader: Row, row: Row) -> None:
         """Share the leader's keys and values with a row of equal tokens."""
         if not self.fixed_shape:
             row.chain = self._pages.share(leader.chain, row.chain.slot)
@@ -487,7 +471,7 @@ class NativeEngine:
         rows = [row for row in self._rows if row is not None and row.arrival in ready]
         if not rows:
             return
-        slots: Sequence[_Row | None] = self._rows if self.fixed_shape else rows
+        slots: Sequence[Row | None] = self._rows if self.fixed_shape else rows
         live = [i for i, row in enumerate(slots) if row is not None]
         tokens, positions = np.zeros(len(slots), np.int64), np.zeros(len(slots), np.int64)
         unused = self._pages.per_slot if isinstance(self._pages, FixedPages) else 0
@@ -505,7 +489,7 @@ class NativeEngine:
         out = self.model.module(input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout, **kept)
         return out.logits[0]
 
-    def _append(self, rows: list[_Row], logits: Tensor) -> None:
+    def _append(self, rows: list[Row], logits: Tensor) -> None:
         """Sample each row's next token, and release the rows that end with it."""
         sampling = [row.request.sampling for row in rows]
         seeds = np.array([row.request.seed for row in rows], dtype=np.uint64)
@@ -525,7 +509,7 @@ class NativeEngine:
             drawn.append(row)
         self._release([row for row in drawn if self._ended(row)])
 
-    def _ended(self, row: _Row) -> bool:
+    def _ended(self, row: Row) -> bool:
         completion, sampling = row.completion, row.request.sampling
         if completion.tokens[-1] in self.model.eos:
             completion.stop = StopReason.EOS
@@ -539,12 +523,12 @@ class NativeEngine:
             return False
         return True
 
-    def _stop_string(self, row: _Row) -> bool:
+    def _stop_string(self, row: Row) -> bool:
         longest = max(len(s) for s in row.request.sampling.stop)
         tail = self.model.tokenizer.decode(row.completion.tokens[-(longest + 4) :])
         return any(s in tail for s in row.request.sampling.stop)
 
-    def _release(self, ended: list[_Row], error: Exception | None = None) -> None:
+    def _release(self, ended: list[Row], error: Exception | None = None) -> None:
         """Free the rows and deliver their completions, or the error."""
         if not ended:
             return
@@ -552,10 +536,10 @@ class NativeEngine:
         self._rows = [None if row is not None and id(row) in gone else row for row in self._rows]
         for row in ended:
             self._pages.release(row.chain)
-            _deliver(row.future, error or row.completion)
+            deliver(row.future, error or row.completion)
 
 
-def _not_finite(row: _Row, logprob: float) -> FloatingPointError:
+def _not_finite(row: Row, logprob: float) -> FloatingPointError:
     where = f"token {row.length} of request {row.request.id}"
     return FloatingPointError(
         f"{where} has the log-prob {logprob}, which is not a finite number at temperature {row.request.sampling.temperature:g}; "
@@ -570,21 +554,6 @@ def _reads(slots: list[int], chains: list[Chain]) -> Reads:
     rows = np.repeat(np.array(slots, np.int64), [len(chain.ids) for chain in chains])
     ids, counts, starts = (flat(getattr(chain, name) for chain in chains) for name in ("ids", "counts", "starts"))
     return Reads(ids, rows, counts, starts)
-
-
-def _deliver(future: asyncio.Future[Completion], outcome: Completion | Exception) -> None:
-    """Deliver an outcome to the event loop that awaits it; ignored if that loop is closed."""
-    with suppress(RuntimeError):
-        future.get_loop().call_soon_threadsafe(_settle, future, outcome)
-
-
-def _settle(future: asyncio.Future[Completion], outcome: Completion | Exception) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, Completion):
-        future.set_result(outcome)
-    else:
-        future.set_exception(outcome)
 
 
 def _make(setup: EngineSetup) -> NativeEngine:

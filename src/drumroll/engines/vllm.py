@@ -9,8 +9,8 @@ method can be called from any thread and any event loop. Three things make its s
 - Cached prefixes carry the version they were computed with (a salt). vLLM cannot empty that cache while requests run,
   and a request that arrives after a switch must not read keys and values from before it.
 
-New weights travel as one file in memory (/dev/shm if there is room), which every vLLM worker reads and shards like a
-checkpoint, so all its workers must be on this machine. vLLM is imported only when an engine is made.
+vLLM's workers receive new weights themselves (`weights/`) and shard them like a checkpoint; adapters travel as files. If
+a stream breaks, vLLM stays paused until it has loaded a whole version. vLLM is imported only when an engine is made.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import dataclasses
 import json
 import os
 import select
-import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +40,11 @@ from drumroll.errors import ConfigError, ModelError, did_you_mean
 from drumroll.models import tiny
 from drumroll.models.loading import end_tokens
 from drumroll.processes import accelerator
+from drumroll.processes.rendezvous import LOOPBACK
 from drumroll.sample import StopReason, Version, sample_seed
+from drumroll.weights import SHOWN, Meeting, Named, Receiver, WeightManifest, WeightSyncError, WrongWeights, exhausted
+from drumroll.weights.shared_memory import SharedSender
+from drumroll.weights.transport import open_receiver
 
 OWN = ("model", "logprobs_mode", "worker_extension_cls")
 CPU_KV_BYTES = 2**30
@@ -70,6 +74,9 @@ class VllmEngine:
         self._scratch = tempfile.TemporaryDirectory(prefix="drumroll-vllm-")
         self._llm: Any = None
         self._adapter: Any = None
+        self._sender: SharedSender | None = None
+        self._sending = threading.Lock()
+        self._whole = True  # no stream of weights has broken since the last whole one
         self._live: set[str] = set()
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -98,25 +105,36 @@ class VllmEngine:
         self.version = version
         self._call(self._llm.update_weight_version(str(version)))
 
-    def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
-        """Switch to new weights.
+    def load(self, version: Version, weights: Named, *, recompute: bool) -> None:
+        """Send new weights from this process to vLLM's workers, each parameter by its name in a checkpoint."""
+        if self._sender is None:
+            self._sender = SharedSender(Meeting(LOOPBACK, 0, 1 + self.receivers(), kind="shared"), "vllm")
+            self.connect(self._sender.meeting, 1, LOOPBACK)
+        manifest = self._sender.announce(version)
+        receiving = self._submit(self._switch(version, recompute, lambda: self._fetch(manifest)))
+        with self._sending:
+            try:
+                self._sender.send(manifest, weights)
+            except BaseException:
+                with suppress(WeightSyncError):  # a consequence, unlike the loss of the engine
+                    receiving.result()
+                raise
+        receiving.result()
 
-        `weights` must hold every parameter by its name in a checkpoint, a tied one once: vLLM fuses some parameters,
-        and a missing part would become noise.
-        """
-        with tempfile.TemporaryFile(dir=_roomy(weights)) as file:  # nameless: nothing is left if this process is killed
-            torch.save({name: value.detach().cpu() for name, value in weights.items()}, file)
-            file.flush()
-            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-            self._call(self._switch(version, recompute, lambda: self._llm.collective_rpc("receive_weights", args=(path,))))
+    def receivers(self) -> int:
+        return self._llm.vllm_config.parallel_config.world_size
 
-    def load_adapter(
-        self, version: Version, adapter: Mapping[str, Tensor], config: Mapping[str, Any], *, recompute: bool = False
-    ) -> None:
+    def connect(self, meeting: Meeting, first: int, address: str) -> None:
+        self._call(self._llm.collective_rpc("meet_sender", args=(list(dataclasses.astuple(meeting)), first, address)))
+
+    def receive(self, manifest: WeightManifest, *, recompute: bool) -> None:
+        self._call(self._switch(manifest.version, recompute, lambda: self._fetch(manifest)))
+
+    def load_adapter(self, version: Version, adapter: Named, config: Mapping[str, Any], *, recompute: bool = False) -> None:
         """Switch all requests to a new LoRA adapter, with PEFT's names and config (needs `enable_lora`)."""
         if self._adapter is None:
             raise ConfigError("roles.rollout.options: serving LoRA adapters by vLLM needs enable_lora: true.")
-        self._write_adapter(adapter, config)
+        self._write_adapter(dict(adapter), config)
         self._call(self._switch(version, recompute, lambda: self._llm.add_lora(_lora_request(self._folder, in_place=True))))
 
     def capacity(self) -> int:
@@ -131,7 +149,9 @@ class VllmEngine:
         self._call(self._llm.sleep(level))
 
     def wake(self) -> None:
-        """Allocate the memory again."""
+        """Allocate the memory again. vLLM resumes with it, so an engine that holds parts of two versions is lost."""
+        if not self._whole:
+            raise self._lose("vLLM slept before it held a whole version of the weights")
         self._call(self._llm.wake_up())
 
     def close(self) -> None:
@@ -143,6 +163,9 @@ class VllmEngine:
         self._thread.join()
         self._loop.close()
         self._scratch.cleanup()
+        with self._sending:
+            if self._sender is not None:
+                self._sender.close()
 
     # --- from the caller's thread to vLLM's loop ---
 
@@ -239,18 +262,38 @@ class VllmEngine:
         )
 
     async def _switch(self, version: Version, recompute: bool, bring: Callable[[], Awaitable[Any]]) -> None:
-        """Switch between two tokens. If vLLM fails here, its state is inconsistent, so the engine is lost."""
+        """Switch between two tokens. If vLLM fails here, its state is inconsistent, so the engine is lost.
+
+        If only the stream of weights breaks, vLLM stays paused, and a later switch resumes it.
+        """
         try:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
-            self.version = version
+            self.version = version  # also the salt of requests that come from now on
             await bring()
             if recompute:
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._llm.update_weight_version(str(version))
-            await self._llm.resume_generation()
+            if self._whole:
+                await self._llm.resume_generation()
+        except (WeightSyncError, WrongWeights):
+            raise
         except Exception as error:
-            threading.Thread(target=self.close, name="vllm-close").start()
-            raise EngineLost(f"vLLM could not take version {version}: {_reason(error)}") from error
+            raise self._lose(f"vLLM could not take version {version}: {_reason(error)}") from error
+
+    def _lose(self, why: str) -> EngineLost:
+        """Close an unusable engine; returns the error to raise."""
+        threading.Thread(target=self.close, name="vllm-close").start()
+        return EngineLost(why)
+
+    async def _fetch(self, manifest: WeightManifest) -> None:
+        """Let all workers receive a version; raises what broke the stream of one of them."""
+        self._whole = False
+        for broken, lacking in await self._llm.collective_rpc("receive_weights", args=(manifest.version, manifest.attempt)):
+            if broken:
+                raise WeightSyncError(f"Version {manifest.version} did not reach a worker of vLLM: {broken}")
+            if lacking:
+                raise WrongWeights(f"The weights lack parameters of vLLM's model: {', '.join(lacking)}.")
+        self._whole = True
 
     # --- adapters ---
 
@@ -270,21 +313,49 @@ class WeightReceiver:
 
     vllm_config: Any
     model_runner: Any
+    rank: int
+    device: Any
+    receiver: Receiver | None = None
 
-    def receive_weights(self, path: str) -> None:
-        """Load the model's weights from a file, like a checkpoint.
+    def meet_sender(self, where: list[Any], first: int, address: str) -> None:
+        """Meet a sender, as its receiver `first` plus this worker's rank, and leave the one before."""
+        meeting = Meeting(*where)
+        if meeting.device != "cpu":
+            meeting = dataclasses.replace(meeting, device=str(self.device))
+        if self.receiver is not None:
+            with suppress(Exception):
+                self.receiver.close()
+        self.receiver = open_receiver(meeting, first + self.rank, address)
 
+    def receive_weights(self, version: Version, attempt: int) -> tuple[str, list[str]]:
+        """Load a version, like a checkpoint; returns why its stream broke, and some parameters that it lacked.
+
+        A stream that breaks just ends for vLLM, which leaves every layer in order, though with weights of two versions.
         On a CPU, linear layers hold packed copies, which vLLM remakes layer by layer as weights arrive. An output layer
         that is tied to the embedding receives no weights, so its copy is remade here.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-        with set_current_vllm_config(self.vllm_config):
-            self.model_runner.reload_weights(weights_iterator=iter(torch.load(path, mmap=True, weights_only=True).items()))
-            for layer in self.model_runner.get_model().modules():
+        broken, model = list[str](), self.model_runner.get_model()
+        stream = exhausted(self._arriving(WeightManifest(version, attempt), broken))
+        with set_current_vllm_config(self.vllm_config), _noted(model) as loaded, stream as weights:
+            self.model_runner.reload_weights(weights_iterator=weights)
+            for layer in model.modules():
                 if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
                     layer.quant_method.process_weights_after_loading(layer)
+        plain = self.vllm_config.model_config.quantization is None and loaded
+        wanted = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()} if plain else set[str]()
+        return " ".join(broken), sorted(wanted - loaded)[:SHOWN]
+
+    def _arriving(self, manifest: WeightManifest, broken: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a version as copies, because vLLM keeps those of a fused layer until it has all of its parts."""
+        assert self.receiver is not None
+        try:
+            for name, tensor in self.receiver.receive(manifest):
+                yield name, tensor.clone()
+        except WeightSyncError as error:
+            broken.append(str(error))
 
     def leave_with(self, owner: int) -> None:
         """End this process, and vLLM's core above it, when the owner's process is gone.
@@ -381,11 +452,21 @@ def _lora_request(folder: Path, *, in_place: bool = False) -> Any:
     return LoRARequest("policy", 1, str(folder), load_inplace=in_place)
 
 
-def _roomy(weights: Mapping[str, Tensor]) -> str | None:
-    """Return /dev/shm if the weights fit into it, else None for the default folder of temporary files."""
-    memory = Path("/dev/shm")
-    size = sum(value.numel() * value.element_size() for value in weights.values())
-    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 1.1 * size else None
+@contextmanager
+def _noted(model: Any) -> Generator[set[str]]:
+    """Within the block the set collects the parameters that vLLM loads; it only logs those that are missing."""
+    loaded, load = set[str](), model.load_weights
+
+    def noting(weights: Named) -> Any:
+        found = load(weights)
+        loaded.update(found or ())
+        return found
+
+    model.load_weights = noting
+    try:
+        yield loaded
+    finally:
+        del model.load_weights
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path) -> Path:

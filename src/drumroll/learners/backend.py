@@ -92,7 +92,7 @@ class Backend(Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights, whole, one at a time, under their Hugging Face names.
 
-        Each tensor stays as it is until the weights train again.
+        A call to all ranks: each must take them all, at the same time. A tensor is valid until the next one is taken.
         """
         ...
 

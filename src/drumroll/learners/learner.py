@@ -170,7 +170,7 @@ class Learner:
     # --- weights and state: calls to all ranks ---
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The trained weights, whole, one at a time."""
+        """The trained weights, whole, one at a time; every rank takes them all. Each is valid until the next one is taken."""
         return self.backend.weights()
 
     def snapshot(self) -> None:

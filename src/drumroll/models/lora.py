@@ -68,6 +68,11 @@ def has_adapters(module: Any) -> bool:
     return bool(getattr(module, "_hf_peft_config_loaded", False))
 
 
+def adapter_parameters(module: Any) -> dict[str, Tensor]:
+    """The weights of its adapters by name; none where there are no adapters."""
+    return {name: value for name, value in module.named_parameters() if ".lora_" in name}
+
+
 @contextmanager
 def without_adapters(module: Any) -> Generator[None]:
     """The model as it was before training; the same model where there are no adapters."""

@@ -1,25 +1,26 @@
-"""Weight sync: moves named tensors from a learner to engines. Each transport is one file in this package.
+"""Weight sync: streams named tensors from a learner to engines, one bucket at a time.
 
-    sender.send(version, (name, tensor)*) → manifest     the learner's side; the manifest travels by any RPC
-    receiver.receive(manifest) → (name, tensor)*         the engine's side
+    manifest = sender.announce(version)                  the learner's side; the manifest travels by any RPC
+    sender.send(manifest, (name, tensor)*)               returns when all receivers have the version, or raises
+    receiver.receive(manifest) → (name, tensor)*         the engine's side, at the same time
 
-`shared` writes them once into memory that all processes of a host can map.
-`broadcast` streams them in buckets through a separate process group. Full tensors go in and come out one at a time: a
-sharded learner gathers one tensor at a time, and an engine needs no second copy of all weights.
+Full tensors go in and come out one at a time, each valid until the next one is taken: a sharded learner gathers one
+tensor at a time, and an engine copies each into its parameters. Neither side holds more than two buckets beside its own
+weights. A bucket is `BUCKET` bytes, or the largest tensor if that is larger.
 
-Received tensors are read-only. They stay unchanged for as long as the receiver holds them, whatever is sent meanwhile.
-A receiver never returns a version that is half-written, overwritten or other than the announced one. This package knows
-nothing of models, engines or Ray.
+`stream.py` is what all transports have in common: headers, attempts, errors. `shared_memory.py` and `broadcast.py` move
+the bytes of a bucket. A receiver raises unless it got the whole announced version. This package knows nothing of models,
+engines or Ray.
 """
 
 from __future__ import annotations
 
-import ctypes
-import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +29,11 @@ from drumroll.errors import DrumrollError
 from drumroll.sample import Version
 
 Named = Iterable[tuple[str, Tensor]]
+Item = TypeVar("Item")
 ALIGN = 64
+BUCKET = 32 << 20
+SHOWN = 3
+"""The most names in an error message."""
 
 
 class WeightSyncError(DrumrollError):
@@ -43,9 +48,13 @@ class Corrupted(WeightSyncError):
     """The bytes of a tensor changed in transit."""
 
 
+class WrongWeights(DrumrollError):
+    """The tensors are not those of the model that receives them; sending them again would not help."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The position of one tensor among the bytes of a segment or bucket."""
+    """The position of one tensor among the bytes of a bucket."""
 
     name: str
     dtype: torch.dtype
@@ -56,45 +65,79 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """The address where a sender and its receivers meet, and their total number. With port 0 the sender picks a port.
+
+    `kind` names the transport; buckets are on `device` (of `broadcast`: NCCL on CUDA, else gloo).
+    """
+
+    host: str
+    port: int
+    size: int
+    device: str = "cpu"
+    seconds: float = 300.0
+    kind: str = "broadcast"
+
+
+@dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """A description of one version of the weights: its number and where to get it."""
+    """Announces one version of the weights. All who take part in a publication go by the number of its attempt."""
 
     version: Version
-    where: str = ""
-    token: int = 0
-    attempt: int = 0  # all who take part in a publication go by its number
-    entries: tuple[Entry, ...] = ()
+    attempt: int
 
 
 class Sender(Protocol):
     """The learner's side of weight sync."""
 
-    def send(self, version: Version, tensors: Named, attempt: int = 0) -> WeightManifest:
-        """Offer a version to receivers, in an attempt that all who take part number alike; 0 counts the sender's own.
+    meeting: Meeting
 
-        The tensors must not change until `wait` returns.
-        """
+    @property
+    def peak(self) -> int:
+        """The most bytes of buckets held at once."""
         ...
 
-    def wait(self) -> None:
-        """Wait until the tensors may change again; raise the error if sending failed."""
+    def announce(self, version: Version, attempt: int = 0) -> WeightManifest:
+        """Return the manifest of a version, in an attempt that all who take part number alike; 0 counts the sender's own."""
+        ...
+
+    def send(self, manifest: WeightManifest, tensors: Named) -> None:
+        """Send a version; returns when all receivers have it. All tensors are taken, also if sending fails."""
         ...
 
     def close(self) -> None:
-        """Free everything. Receivers lose manifests that they have not yet received, but keep tensors that they have."""
+        """Free everything. Receivers lose what they have not yet received."""
         ...
 
 
 class Receiver(Protocol):
     """The engine's side of weight sync, one per process."""
 
+    @property
+    def peak(self) -> int:
+        """The most bytes of buckets held at once."""
+        ...
+
     def receive(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a manifest, one at a time."""
+        """Yield the tensors of a manifest, one at a time; each is read-only and valid until the next one is taken.
+
+        Raises `WeightSyncError` if the whole version does not arrive.
+        """
         ...
 
     def close(self) -> None:
-        """Free everything except tensors that are still held."""
+        """Free everything."""
         ...
+
+
+@contextmanager
+def exhausted(stream: Iterator[Item]) -> Generator[Iterator[Item]]:
+    """Take what is left of a stream at the end of the block: other processes wait for one that stops early."""
+    try:
+        yield stream
+    finally:
+        with suppress(Exception):
+            deque(stream, maxlen=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,26 +182,28 @@ def _checksum(data: Tensor, entry: Entry) -> int:
     return zlib.crc32(data[entry.begin : entry.end].cpu().numpy().data)
 
 
-def lend(address: int, size: int, give_back: Callable[[], object]) -> Tensor:
-    """Wrap memory as a tensor of bytes.
+def fill(parameters: Mapping[str, Tensor], tensors: Named) -> None:
+    """Copy a stream of tensors into the parameters of these names. It must hold each of them once, and no other."""
+    missing = dict(parameters)
+    with torch.no_grad():
+        for name, tensor in tensors:
+            own = missing.pop(name, None)
+            if own is None:
+                twice = name in parameters
+                raise WrongWeights(
+                    f"The weights hold '{name}' {'twice' if twice else 'but the model has no such parameter'}; "
+                    "publish from the model that the engine was made of."
+                )
+            if own.shape != tensor.shape:
+                raise WrongWeights(
+                    f"'{name}' has the shape {tuple(tensor.shape)} in the weights and {tuple(own.shape)} in the model; "
+                    "publish from the model that the engine was made of."
+                )
+            own.copy_(tensor)
+    if missing:
+        raise WrongWeights(f"The weights lack {len(missing)} of the model's {len(parameters)} parameters: {_some(missing)}.")
 
-    `give_back` keeps the memory alive and is called when the last tensor made of it is gone.
-    """
-    held = (ctypes.c_byte * size).from_address(address)
-    weakref.finalize(held, give_back)
-    return torch.frombuffer(held, dtype=torch.uint8)
 
-
-def settle(tensors: Iterable[Tensor]) -> None:
-    """Move tensors of one dtype and device next to each other in memory: a transport sends neighbours without packing."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for (dtype, device), alike in kinds.items():
-        step = ALIGN // dtype.itemsize
-        sizes = [-(-t.numel() // step) * step for t in alike]
-        home = torch.empty(sum(sizes), dtype=dtype, device=device)
-        for tensor, room in zip(alike, home.split(sizes), strict=True):
-            place = room[: tensor.numel()].view(tensor.shape)
-            place.copy_(tensor.data)
-            tensor.data = place
+def _some(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(f"'{name}'" for name in shown[:SHOWN]) + (", ..." if len(shown) > SHOWN else "")

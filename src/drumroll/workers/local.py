@@ -98,8 +98,8 @@ class LocalWorkers(Workers):
         if self._shared:
             await self.rollout.broadcast(Engine.set_version, version)
             return
-        weights = dict(await self.actor.call(0, Learner.weights))
         for rank in range(self.rollout.size):
+            weights = await self.actor.call(0, Learner.weights)
             with suppress(EngineLost):  # the router learns of it with the next request
                 if self._lora is None:
                     await self.rollout.call(rank, Engine.load, version, weights, recompute=self._recompute)

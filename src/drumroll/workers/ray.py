@@ -26,7 +26,7 @@ from drumroll.errors import NoEngines
 from drumroll.learners import Learner
 from drumroll.mesh import Mesh
 from drumroll.models.loading import load_tokenizer
-from drumroll.placement.devices import DeviceSet, Kind, Layout, lay_out
+from drumroll.placement.devices import Device, DeviceSet, Kind, Layout, lay_out
 from drumroll.placement.layout import joins, pool_of, requests, threads_of
 from drumroll.processes import accelerator
 from drumroll.processes.rendezvous import LOOPBACK, Rendezvous, open_store
@@ -96,7 +96,7 @@ class RayWorkers(Workers):
         self._recompute = config.rollout_section().kv_at_switch == "recompute"
         self._stores: dict[str, Any] = {}  # of the present generations
         self._learner_groups: dict[LearnerRole, RayGroup[LearnerWorker]] = {}
-        self._attempt = 0  # of publishing
+        self._attempt, self._cause = 0, ""  # of publishing, and why the last one failed
         self._members: frozenset[int] = frozenset()  # engines connected with the actor
         self._device_lock = asyncio.Lock()  # weights, training and engines that come back exclude each other
         self._groups()
@@ -241,19 +241,23 @@ class RayWorkers(Workers):
             self._attempt += 1
             if frozenset(ranks) != self._members and not await self._connect(ranks):
                 continue
-            manifest, *_ = await self._actors.broadcast(LearnerWorker.send, self._attempt)
-            assert manifest is not None, "the first rank sends"
+            manifest = await self._actors.call(0, LearnerWorker.announce, self._attempt)
+            sending = self._actors.broadcast(LearnerWorker.send, manifest)
             loads = (self._engines.call(r, EngineWorker.receive, manifest, recompute=self._recompute) for r in ranks)
-            if self._all_there(ranks, await asyncio.gather(*loads, return_exceptions=True)):
-                try:
-                    await self._actors.broadcast(LearnerWorker.sent)
-                    return
-                except WeightSyncError:
-                    self._members = frozenset()
-        raise WeightSyncError(f"The weights did not reach the engines in {1 + self.rollout.size} attempts.")
+            sent, *received = await asyncio.gather(sending, *loads, return_exceptions=True)
+            if self._all_there(ranks, received, sent):
+                return
+        raise WeightSyncError(
+            f"The weights did not reach the engines in {1 + self.rollout.size} attempts; the last one failed: {self._cause}"
+        )
 
-    def _all_there(self, ranks: list[int], results: list[Any]) -> bool:
-        """Whether all engines answered. Lost engines are left out from now on, until their pool brings them back."""
+    def _all_there(self, ranks: list[int], results: list[Any], sent: Any = None) -> bool:
+        """Whether all engines answered. Lost engines are left out from now on, until their pool brings them back.
+
+        `sent` is the outcome at the learners: their own error is raised, as an engine's is, unless another attempt may help.
+        """
+        if isinstance(sent, BaseException) and not isinstance(sent, WeightSyncError):
+            raise sent
         for rank, result in zip(ranks, results, strict=True):
             if isinstance(result, WorkerLost):
                 self._engine_pool.lost.add(rank)
@@ -261,31 +265,42 @@ class RayWorkers(Workers):
                 self._engine_pool.condemn(rank, str(result))
             elif isinstance(result, BaseException) and not isinstance(result, WeightSyncError):
                 raise result
-        if any(isinstance(result, BaseException) for result in results):
-            self._members = frozenset()
-            return False
-        return True
+        failures = [result for result in (sent, *results) if isinstance(result, BaseException)]
+        if failures:
+            self._members, self._cause = frozenset(), str(failures[0])
+        return not failures
 
     async def _connect(self, ranks: list[int]) -> bool:
-        """Connect the actor's first rank with these engines; whether all came."""
-        own = not self.config.engine_traits().own_process  # else the engine's tensors are not in its worker's process
-        device_sets = [self._actors.device_sets[0], *(self._engines.device_sets[rank] for rank in ranks)]
-        ends = [
-            End(self.runtime.host_of(p[0]), p[0].index if p[0].kind is not Kind.CPU and (own or not i) else None, p[0].kind)
-            for i, p in enumerate(device_sets)
-        ]
+        """Connect the actor's first rank with the receivers of these engines, one or more each; whether all came."""
+        asked = (self._engines.call(rank, EngineWorker.receivers) for rank in ranks)
+        counts: list[Any] = await asyncio.gather(*asked, return_exceptions=True)
+        if not self._all_there(ranks, counts):
+            return False
+        ends, first = [self._end(self._actors.device_sets[0][0])], list[int]()
+        for rank, count in zip(ranks, counts, strict=True):
+            first.append(len(ends))
+            ends += self._ends(self._engines.device_sets[rank], count)
         transport, packing = choose(self.config.cluster.weight_sync, ends), Packing(checksum=self.config.cluster.checksum)
         meeting = await self._actors.call(
             0, LearnerWorker.open_transport, transport, self.runtime.name, packing, len(ends), ends[0].host
         )
         joins = (
             self._engines.call(rank, EngineWorker.open_transport, meeting, i, ends[i].host)
-            for i, rank in enumerate(ranks, start=1)
+            for i, rank in zip(first, ranks, strict=True)
         )
         if not self._all_there(ranks, await asyncio.gather(*joins, return_exceptions=True)):
             return False
         self._members = frozenset(ranks)
         return True
+
+    def _end(self, device: Device) -> End:
+        return End(self.runtime.host_of(device), device.index if device.kind is not Kind.CPU else None, device.kind)
+
+    def _ends(self, devices: DeviceSet, receivers: int) -> list[End]:
+        """An engine's receivers: its processes, one on each device, or its worker, with tensors on the device or the host."""
+        if len(devices) == receivers or (not receivers and not self.config.engine_traits().own_process):
+            return [self._end(device) for device in devices[: receivers or 1]]
+        return [End(self.runtime.host_of(devices[0]))] * max(1, receivers)
 
     # --- turns on shared devices ---
 

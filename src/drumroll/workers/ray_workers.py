@@ -10,11 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from drumroll.config import RunConfig
 from drumroll.config.roles import LearnerRole, LoraConfig
-from drumroll.engines import Completion, Engine, Request
+from drumroll.engines import Completion, Engine, ReceivesWeights, Request
 from drumroll.learners import Learner
 from drumroll.learners.ranks import Ranks
 from drumroll.mesh import Mesh
@@ -27,10 +25,8 @@ from drumroll.processes.rendezvous import Rendezvous
 from drumroll.registry import search
 from drumroll.rewards.model import Classifier
 from drumroll.sample import Version
-from drumroll.weights import Packing, Receiver, Sender, WeightManifest, settle
-from drumroll.weights.broadcast import BroadcastReceiver, BroadcastSender, Meeting
-from drumroll.weights.shared_memory import SharedReceiver, SharedSender
-from drumroll.weights.transport import Transport
+from drumroll.weights import Meeting, Named, Packing, Receiver, Sender, WeightManifest, exhausted
+from drumroll.weights.transport import Transport, open_receiver, open_sender
 from drumroll.workers import roles
 from drumroll.workers.batch_builder import BatchBuilder
 from drumroll.workers.group import Role
@@ -98,38 +94,37 @@ class LearnerWorker(Learner):
 
     _sender: Sender | None = None
 
-    def open_transport(self, transport: Transport, run: str, packing: Packing, size: int, address: str) -> Meeting | None:
-        """Open a sender to `size` - 1 engines at this process's address, and close the one before.
+    def open_transport(self, transport: Transport, run: str, packing: Packing, size: int, address: str) -> Meeting:
+        """Open a sender to `size` - 1 receivers at this process's address, and close the one before.
 
-        Returns where the engines meet it; None for shared memory, where they need not.
+        Returns where the receivers meet it.
         """
         if self._sender is not None:
             with suppress(Exception):
                 self._sender.close()
-        if transport.kind == "shared":
-            self._sender = SharedSender(run, packing)
-            return None
-        settle(self.backend.working)
-        sender = BroadcastSender(Meeting(transport.host, 0, size, transport.device, seconds=120.0), packing, address=address)
-        self._sender = sender
-        return sender.meeting
+        self._sender = open_sender(transport, run, packing, size, address)
+        return self._sender.meeting
 
     def together(self) -> bool:
         """Whether this rank is still in its process group; a failed collective breaks it while all processes live."""
         return not self.backend.ranks.met or self.backend.ranks.group is not None
 
-    def send(self, attempt: int) -> WeightManifest | None:
-        """Offer the weights in a numbered attempt; the count of updates is their version. The first of all ranks sends."""
-        if self._sender is not None:
-            return self._sender.send(self.step, self.weights(), attempt)
-        for _ in self.weights():
-            pass
-        return None
+    def announce(self, attempt: int) -> WeightManifest:
+        """Announce the weights in a numbered attempt; the count of updates is their version. A call to the first rank."""
+        assert self._sender is not None
+        return self._sender.announce(self.step, attempt)
 
-    def sent(self) -> None:
-        """Wait until the weights may change again."""
-        if self._sender is not None:
-            self._sender.wait()
+    def send(self, manifest: WeightManifest) -> None:
+        """Send the weights to all receivers. A call to all ranks: they bring the weights together, and the first sends.
+
+        It ends on each rank when the last weight is taken, so nothing else that the ranks do together comes between.
+        """
+        with exhausted(self.weights()) as weights:
+            if self._sender is not None:
+                self._sender.send(manifest, weights)
+            else:
+                for _ in weights:
+                    pass
 
     def memory(self) -> float:
         """GB at most since the last call."""
@@ -151,28 +146,41 @@ class EngineWorker:
     async def generate(self, request: Request) -> Completion:
         return await self.engine.generate(request)
 
-    def open_transport(self, meeting: Meeting | None, index: int, address: str) -> None:
-        """Be ready to receive at our address."""
+    def _receiving(self) -> ReceivesWeights | None:
+        """The engine, if its own processes receive the weights; adapters, which are small, go through this process."""
+        return self.engine if self._lora is None and isinstance(self.engine, ReceivesWeights) else None
+
+    def receivers(self) -> int:
+        """The number of processes of the engine that receive weights themselves; 0 if this one receives them for it."""
+        own = self._receiving()
+        return 0 if own is None else own.receivers()
+
+    def open_transport(self, meeting: Meeting, first: int, address: str) -> None:
+        """Meet a sender at our address, as its receivers `first` and following."""
+        if (own := self._receiving()) is not None:
+            own.connect(meeting, first, address)
+            return
         if self._receiver is not None:
             with suppress(Exception):
                 self._receiver.close()
-        self._receiver = SharedReceiver() if meeting is None else BroadcastReceiver(meeting, index, address)
+        self._receiver = open_receiver(meeting, first, address)
 
     def receive(self, manifest: WeightManifest, *, recompute: bool) -> None:
-        """Switch to the weights of a manifest between two tokens."""
+        """Switch to the weights of a manifest between two tokens, as they come."""
+        if (own := self._receiving()) is not None:
+            own.receive(manifest, recompute=recompute)
+            return
         assert self._receiver is not None
-        weights = dict(self._receiver.receive(manifest))
-        if self._lora is None:
-            self.load(manifest.version, weights, recompute=recompute)
-        else:
-            self.load_adapter(manifest.version, weights, peft_config(self._lora), recompute=recompute)
+        with exhausted(self._receiver.receive(manifest)) as weights:  # the others wait for an engine that refuses them
+            if self._lora is None:
+                self.load(manifest.version, weights, recompute=recompute)
+            else:
+                self.load_adapter(manifest.version, weights, peft_config(self._lora), recompute=recompute)
 
-    def load(self, version: Version, weights: Mapping[str, Tensor], *, recompute: bool) -> None:
+    def load(self, version: Version, weights: Named, *, recompute: bool) -> None:
         self.engine.load(version, weights, recompute=recompute)
 
-    def load_adapter(
-        self, version: Version, adapter: Mapping[str, Tensor], config: Mapping[str, Any], *, recompute: bool
-    ) -> None:
+    def load_adapter(self, version: Version, adapter: Named, config: Mapping[str, Any], *, recompute: bool) -> None:
         self.engine.load_adapter(version, adapter, config, recompute=recompute)
 
     def sleep(self) -> None:
