@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection
+from contextlib import suppress
 
 from drumroll.algorithms import REFERENCE, TEACHER, VALUES
 from drumroll.config import RunConfig
 from drumroll.config.roles import LearnerRole
 from drumroll.errors import ConfigError
-from drumroll.placement.devices import DeviceRequest, Kind, Pool
+from drumroll.models.shape import find_shape
+from drumroll.placement.devices import DeviceRequest, Kind, Layout, Pool, lay_out
 
 
 def requests(config: RunConfig, needs: Collection[str]) -> list[DeviceRequest]:
@@ -39,6 +42,29 @@ def _learner(config: RunConfig, role: LearnerRole) -> DeviceRequest:
     return DeviceRequest(role, getattr(config.roles, role).devices, sizes, spreads=True)
 
 
+def arrange(config: RunConfig, pool: Pool, needs: Collection[str]) -> Layout:
+    """Assign devices to all roles, and refuse a `tensor` that does not divide a model's heads, if its shape is known."""
+    layout = lay_out(pool, requests(config, needs))
+    for role, mesh in layout.meshes.items():
+        if mesh.tensor > 1:
+            _check_heads(config, role, mesh.tensor, len(layout.devices[role]) // mesh.shard)
+    return layout
+
+
+def _check_heads(config: RunConfig, role: str, tensor: int, devices: int) -> None:
+    """Each device computes as many heads, and key-value heads, as the others."""
+    name = getattr(config.roles, role).model or config.model
+    shape = find_shape(name)
+    if shape is None or (shape.heads % tensor == 0 and shape.kv_heads % tensor == 0):
+        return
+    most = math.gcd(shape.heads, shape.kv_heads)
+    able = [str(size) for size in range(1, most + 1) if most % size == 0 and devices % size == 0]
+    raise ConfigError(
+        f"roles.{role}.parallel: tensor {tensor} does not divide the {shape.heads} heads and {shape.kv_heads} key-value heads of "
+        f"{name}; on these devices tensor {' or '.join(able)} does."
+    )
+
+
 def adapters_off(config: RunConfig) -> bool:
     """Whether the reference is the actor without its adapters."""
     return config.roles.actor.lora is not None and config.roles.reference.model is None
@@ -49,14 +75,23 @@ def threads_of(config: RunConfig) -> int:
     return config.cluster.threads or config.threads
 
 
-def pool_of(config: RunConfig, gpus: int) -> Pool:
-    """The devices of this machine, which has so many GPUs, as the config asks for them."""
+def pool_of(config: RunConfig, gpus: int, gpu_memory: int | None = None) -> Pool:
+    """The devices of this machine, which has so many GPUs of so many bytes, as the config asks for them."""
     wanted, cores = config.cluster, os.cpu_count() or 1
     kind = Kind(wanted.kind) if wanted.kind != "auto" else (Kind.CUDA if gpus else Kind.CPU)
     if kind is Kind.CUDA and (wanted.devices or 1) > gpus:
         raise ConfigError(f"cluster.devices: {wanted.devices or 1} GPUs were asked for, but this machine has {gpus}.")
     count = wanted.devices or (gpus if kind is Kind.CUDA else 1)
-    return Pool.of([{kind: count}], threads_of(config) or (1 if kind is Kind.CUDA else max(1, cores // count)))
+    found = gpu_memory if kind is Kind.CUDA else host_memory(count)
+    memory = found if wanted.device_memory_gb is None else int(wanted.device_memory_gb * 1e9)
+    return Pool.of([{kind: count}], threads_of(config) or (1 if kind is Kind.CUDA else max(1, cores // count)), memory)
+
+
+def host_memory(slots: int = 1) -> int | None:
+    """Bytes of this machine's memory for each of so many CPU slots; None if the system does not report it."""
+    with suppress(ValueError, OSError, AttributeError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // slots
+    return None
 
 
 def joins(config: RunConfig) -> bool:

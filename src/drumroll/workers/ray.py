@@ -27,8 +27,8 @@ from drumroll.errors import NoEngines
 from drumroll.learners import Learner
 from drumroll.mesh import Mesh
 from drumroll.models.loading import load_tokenizer
-from drumroll.placement.devices import DeviceSet, Kind, Layout, lay_out
-from drumroll.placement.layout import joins, pool_of, requests, threads_of
+from drumroll.placement.devices import DeviceSet, Kind, Layout
+from drumroll.placement.layout import arrange, joins, pool_of, threads_of
 from drumroll.processes.rendezvous import LOOPBACK, Rendezvous, open_store
 from drumroll.rewards.judge_client import open_judge
 from drumroll.rewards.model import RewardModel
@@ -64,7 +64,7 @@ async def open_ray(config: RunConfig) -> RayWorkers:
     pool = None
     if not joins(config):  # mistakes are told before anything starts
         pool = pool_of(config, torch.cuda.device_count())
-        lay_out(pool, requests(config, needs_of(config)))
+        arrange(config, pool, needs_of(config))
     wanted = config.cluster
     runtime = RayRuntime(
         pool,
@@ -91,7 +91,7 @@ class RayWorkers(Workers):
         configure_torch(config, 1)
         self.config, self.runtime = config, runtime
         self.needs = needs_of(config)
-        self.layout: Layout = lay_out(runtime.pool, requests(config, self.needs))
+        self.layout: Layout = arrange(config, runtime.pool, self.needs)
         self.tokenizer = load_tokenizer(config.role_model("actor"))
         self._recompute = config.rollout_section().kv_at_switch == "recompute"
         self._stores: dict[str, Any] = {}  # of the present generations
