@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.table import Table
 
+from drumroll.checks.memory import check_memory, memory_lines, memory_plan
 from drumroll.config import RunConfig
 from drumroll.config.rollout import RolloutConfig
-from drumroll.placement.devices import Layout, lay_out
-from drumroll.placement.layout import joins, pool_of, requests
+from drumroll.mesh import Mesh
+from drumroll.placement.devices import Layout
+from drumroll.placement.layout import arrange, joins, pool_of, requests
 from drumroll.rollout.simulation import Workload, barrier, simulate
 from drumroll.rollout.virtual import run
 from drumroll.workers.runtime import needs_of
@@ -63,13 +65,42 @@ def _settings(config: RolloutConfig, changes: Mapping[str, Any]) -> RolloutConfi
 
 
 def planned(config: RunConfig) -> Layout | None:
-    """Return the device layout, computed without the cluster; None on the local runtime, or if the run joins a cluster."""
-    if config.cluster.runtime != "ray" or joins(config):
-        return None
+    """Return the device layout, computed without the cluster; None if the run joins a cluster."""
     try:
         gpus = len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         gpus = 0
+    needs = needs_of(config)
+    if config.cluster.runtime == "local":
+        asked = config.roles.actor.devices
+        on_gpu = asked != "cpu" if gpus else False
+        alone = config.cluster.model_copy(update={"devices": 1, "kind": "cuda" if on_gpu else "cpu"})
+        pool = pool_of(config.model_copy(update={"cluster": alone}), gpus, _gpu_memory())
+        made = requests(config, needs)
+        return Layout(
+            {r.role: pool.devices for r in made}, {r.role: 1 for r in made}, {r.role: Mesh() for r in made if r.spreads}
+        )
+    if joins(config):
+        return None
     if config.cluster.kind == "cuda":  # a plan for GPUs of another machine
         gpus = max(gpus, config.cluster.devices or 0)
-    return lay_out(pool_of(config, gpus), requests(config, needs_of(config)))
+    return arrange(config, pool_of(config, gpus, _gpu_memory()), needs)
+
+
+def _gpu_memory() -> int | None:
+    """Bytes of this machine's first GPU."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def plan_lines(config: RunConfig) -> Iterator[str]:
+    """Yield the layout and the memory of each device, for people; raise if the memory does not suffice."""
+    layout = planned(config)
+    if layout is None:
+        return
+    if config.cluster.runtime == "ray":
+        yield from layout.describe().splitlines()
+    plan = memory_plan(config, layout)
+    yield from memory_lines(plan)
+    check_memory(config, plan, layout)

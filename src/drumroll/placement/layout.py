@@ -43,12 +43,17 @@ def _learner(config: RunConfig, role: LearnerRole) -> DeviceRequest:
 
 
 def arrange(config: RunConfig, pool: Pool, needs: Collection[str]) -> Layout:
-    """Assign devices to all roles, and refuse a `tensor` that does not divide a model's heads, if its shape is known."""
+    """Assign devices to all roles; refuse meshes that their models do not allow."""
     layout = lay_out(pool, requests(config, needs))
+    check_meshes(config, layout)
+    return layout
+
+
+def check_meshes(config: RunConfig, layout: Layout) -> None:
+    """Refuse a `tensor` that does not divide the heads of a role's model, if the shape of the model is known."""
     for role, mesh in layout.meshes.items():
         if mesh.tensor > 1:
-            _check_heads(config, role, mesh.tensor, len(layout.devices[role]) // mesh.shard)
-    return layout
+            _check_heads(config, role, mesh.tensor, mesh.size // mesh.shard)
 
 
 def _check_heads(config: RunConfig, role: str, tensor: int, devices: int) -> None:

@@ -6,8 +6,7 @@ allocates it; `tests/unit/test_memory.py` compares the sums with the peak of a r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from drumroll.mesh import Mesh
@@ -61,7 +60,7 @@ class Training:
     """How a learner role holds its model."""
 
     dtype: str = "float32"
-    mesh: Mesh = Mesh()
+    mesh: Mesh = field(default_factory=Mesh)
     trained: bool = True
     adapters: int = 0
     """Parameters of LoRA adapters; if there are some, the rest is frozen."""
@@ -256,12 +255,12 @@ class Learner:
 
         Forward (`models/head.py`): logits in the working type, and in float32 the log-softmax, its exponential and
         their product (the entropy). Backward: the log-softmax, its gradient and the gradient of the logits; an
-        entropy with gradients keeps the exponential and adds a gradient of each factor.
+        entropy with gradients also keeps the exponential, and its gradient.
         """
         if self.how.values:
             return 0, 0, 0
         cells = min(work.rows, ROWS) * self.shape.vocabulary // self.parts
-        backward = 3 + 3 * work.entropy_gradient
+        backward = 3 + 2 * work.entropy_gradient
         return cells * (self.width + 3 * self.float), cells * backward * self.float, cells * self.float
 
 
@@ -273,12 +272,27 @@ def engine(
     Pages as `engines.native` counts them: 128 tokens each, two more for each slot than its context needs.
     """
     width, page = WIDTH[dtype], min(context, 128)
-    pages = slots * (-(-context // page) + 2)
-    held = pages * page * key_value_bytes(shape, dtype)
-    if cache_gb is not None:
-        held = min(held, int(cache_gb * 2**30))
-    work = {"keys and values": held, "packed weights": width * (shape.parameters - shape.replicated) if packed else 0}
-    return Usage({"weights": width * shape.parameters}, {name: size for name, size in work.items() if size}, "generation")
+    held = slots * (-(-context // page) + 2) * page * key_value_bytes(shape, dtype)
+    work = {"keys and values": held if cache_gb is None else min(held, int(cache_gb * 2**30))}
+    if packed:
+        work["packed weights"] = width * (shape.parameters - shape.replicated)
+    return Usage({"weights": width * shape.parameters}, work)
+
+
+def vllm(shape: ModelShape, dtype: str, *, parts: int, context: int, memory: int | None, utilization: float) -> Usage:
+    """The memory of a vLLM engine on each of its devices: its share of the device, which weights and then pages fill.
+
+    It needs at least one sequence of full length. Without the device's memory, nothing more is counted.
+    """
+    weights, least = WIDTH[dtype] * shape.parameters // parts, context * key_value_bytes(shape, dtype) // parts
+    held = max(least, int(utilization * memory) - weights) if memory else least
+    return Usage({}, {"weights": weights, "keys and values": held})
+
+
+def classifier(shape: ModelShape, dtype: str, tokens: int) -> Usage:
+    """The memory of a reward model that scores so many tokens in one pass."""
+    frozen = Learner(shape, Training(dtype, trained=False, values=True))
+    return Usage(frozen.resident(), {"activations": frozen.layer_activations(Work(tokens, 0))})
 
 
 def key_value_bytes(shape: ModelShape, dtype: str) -> int:
@@ -302,8 +316,3 @@ def adapter_parameters(shape: ModelShape, rank: int) -> int:
 def predicted_peak(shape: ModelShape, how: Training, work: Work) -> int:
     """The predicted peak of live tensor bytes of one rank in an update."""
     return Learner(shape, how).usage(work).peak
-
-
-def total(rows: Mapping[str, int]) -> int:
-    """The sum of rows."""
-    return sum(rows.values())
