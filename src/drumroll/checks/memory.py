@@ -11,7 +11,7 @@ import io
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, cast
 
 from rich.console import Console
@@ -161,7 +161,9 @@ class _Usages:
             share = float(role.options.get("gpu_memory_utilization", UTILIZATION))
             return memory.vllm(shape, dtype, parts=parts, context=context, memory=device.memory, utilization=share)
         packed = device.kind is Kind.CPU
-        found = memory.engine(shape, dtype, slots=role.slots, context=context, cache_gb=role.cache_gb, packed=packed)
+        found = memory.engine(
+            shape, dtype, slots=role.slots, context=context, cache_gb=role.cache_gb, packed=packed, fixed=config.deterministic
+        )
         if not self.local:
             return found
         shared = config.rollout_section().max_staleness == 0 and config.engine_traits().shares_weights
@@ -172,7 +174,9 @@ class _Usages:
         role, packed = self.config.roles.judge, device.kind is Kind.CPU
         assert role is not None
         context = role.max_prompt_tokens + role.max_tokens
-        return memory.engine(self._shape("judge"), role.dtype, slots=role.slots, context=context, packed=packed)
+        return memory.engine(
+            self._shape("judge"), role.dtype, slots=role.slots, context=context, packed=packed, fixed=self.config.deterministic
+        )
 
     def _reward_model(self, device: Device) -> Usage:
         role = self.config.roles.reward_model
@@ -277,8 +281,7 @@ def nearest(config: RunConfig, layout: Layout) -> str | None:
 
 def _steps(config: RunConfig, layout: Layout, group: Group, stage: str) -> Iterator[tuple[dict[str, Any], RunConfig, Layout]]:
     """Changes after which these devices fit in this stage, the nearest first."""
-    heaviest = sorted(group.stages[stage], key=lambda role: -sum(group.stages[stage][role].values()))
-    for changes in (change for role in heaviest for change in _changes(config, layout, role)):
+    for changes in _candidates(config, layout, group, stage):
         changed = config
         for key, value in changes.items():
             changed = _changed(changed, key.split("."), value)
@@ -288,6 +291,15 @@ def _steps(config: RunConfig, layout: Layout, group: Group, stage: str) -> Itera
         now = next(g for g in memory_plan(changed, again).groups if g.devices == group.devices)
         if now.peak(stage) <= (group.memory or math.inf):
             yield changes, changed, again
+
+
+def _candidates(config: RunConfig, layout: Layout, group: Group, stage: str) -> list[dict[str, Any]]:
+    """Changes of one role, the heaviest first; then of the two heaviest together, small changes of both first."""
+    heaviest = sorted(group.stages[stage], key=lambda role: -sum(group.stages[stage][role].values()))
+    each = [list(_changes(config, layout, role)) for role in heaviest]
+    both = product(*(enumerate(changes) for changes in each[:2])) if len(each) > 1 else ()
+    pairs = sorted(both, key=lambda pair: sum(place for place, _ in pair))
+    return [*chain(*each), *(one | other for (_, one), (_, other) in pairs)]
 
 
 def _again(config: RunConfig, layout: Layout) -> Layout | None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from drumroll.checks.machine import read_gpus, read_memory
 from drumroll.checks.memory import check_memory, memory_lines, memory_plan
 from drumroll.config import RunConfig
 from drumroll.config.rollout import RolloutConfig
@@ -75,7 +78,7 @@ def planned(config: RunConfig) -> Layout | None:
         asked = config.roles.actor.devices
         on_gpu = asked != "cpu" if gpus else False
         alone = config.cluster.model_copy(update={"devices": 1, "kind": "cuda" if on_gpu else "cpu"})
-        pool = pool_of(config.model_copy(update={"cluster": alone}), gpus, _gpu_memory())
+        pool = pool_of(config.model_copy(update={"cluster": alone}), gpus, *_memory())
         made = requests(config, needs)
         return Layout(
             {r.role: pool.devices for r in made}, {r.role: 1 for r in made}, {r.role: Mesh() for r in made if r.spreads}
@@ -84,14 +87,13 @@ def planned(config: RunConfig) -> Layout | None:
         return None
     if config.cluster.kind == "cuda":  # a plan for GPUs of another machine
         gpus = max(gpus, config.cluster.devices or 0)
-    return arrange(config, pool_of(config, gpus, _gpu_memory()), needs)
+    return arrange(config, pool_of(config, gpus, *_memory()), needs)
 
 
-def _gpu_memory() -> int | None:
-    """Bytes of this machine's first GPU."""
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+def _memory() -> tuple[int | None, int | None]:
+    """Bytes of this machine's smallest GPU, and of its host memory."""
+    gpus, host = read_gpus(version("torch"))[0], read_memory(Path("/"))
+    return min((gpu.memory for gpu in gpus), default=None), None if host is None else host.total
 
 
 def plan_lines(config: RunConfig) -> Iterator[str]:

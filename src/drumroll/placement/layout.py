@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection
-from contextlib import suppress
 
 from drumroll.algorithms import REFERENCE, TEACHER, VALUES
 from drumroll.config import RunConfig
@@ -80,23 +79,16 @@ def threads_of(config: RunConfig) -> int:
     return config.cluster.threads or config.threads
 
 
-def pool_of(config: RunConfig, gpus: int, gpu_memory: int | None = None) -> Pool:
-    """The devices of this machine, which has so many GPUs of so many bytes, as the config asks for them."""
+def pool_of(config: RunConfig, gpus: int, gpu_memory: int | None = None, host_memory: int | None = None) -> Pool:
+    """The devices of this machine as the config asks for them, given its GPUs and, if somebody asked, the bytes of its memory."""
     wanted, cores = config.cluster, os.cpu_count() or 1
     kind = Kind(wanted.kind) if wanted.kind != "auto" else (Kind.CUDA if gpus else Kind.CPU)
     if kind is Kind.CUDA and (wanted.devices or 1) > gpus:
         raise ConfigError(f"cluster.devices: {wanted.devices or 1} GPUs were asked for, but this machine has {gpus}.")
     count = wanted.devices or (gpus if kind is Kind.CUDA else 1)
-    found = gpu_memory if kind is Kind.CUDA else host_memory(count)
-    memory = found if wanted.device_memory_gb is None else int(wanted.device_memory_gb * 1e9)
+    memory = gpu_memory if kind is Kind.CUDA else host_memory and host_memory // count
+    memory = memory if wanted.device_memory_gb is None else int(wanted.device_memory_gb * 1e9)
     return Pool.of([{kind: count}], threads_of(config) or (1 if kind is Kind.CUDA else max(1, cores // count)), memory)
-
-
-def host_memory(slots: int = 1) -> int | None:
-    """Bytes of this machine's memory for each of so many CPU slots; None if the system does not report it."""
-    with suppress(ValueError, OSError, AttributeError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // slots
-    return None
 
 
 def joins(config: RunConfig) -> bool:

@@ -265,14 +265,22 @@ class Learner:
 
 
 def engine(
-    shape: ModelShape, dtype: str, *, slots: int, context: int, cache_gb: float | None = None, packed: bool = False
+    shape: ModelShape,
+    dtype: str,
+    *,
+    slots: int,
+    context: int,
+    cache_gb: float | None = None,
+    packed: bool = False,
+    fixed: bool = False,
 ) -> Usage:
     """The memory of a native engine: weights stay; keys and values, and packed copies on a CPU, go when it sleeps.
 
-    Pages as `engines.native` counts them: 128 tokens each, two more for each slot than its context needs.
+    Pages as `engines.native` counts them: 128 tokens each, two more for each slot than its context needs; with a
+    `fixed` shape one for each slot.
     """
-    width, page = WIDTH[dtype], min(context, 128)
-    held = slots * (-(-context // page) + 2) * page * key_value_bytes(shape, dtype)
+    width, page = WIDTH[dtype], context if fixed else min(context, 128)
+    held = slots * (-(-context // page) + 2 * (not fixed)) * page * key_value_bytes(shape, dtype)
     work = {"keys and values": held if cache_gb is None else min(held, int(cache_gb * 2**30))}
     if packed:
         work["packed weights"] = width * (shape.parameters - shape.replicated)

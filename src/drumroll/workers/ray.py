@@ -29,6 +29,7 @@ from drumroll.mesh import Mesh
 from drumroll.models.loading import load_tokenizer
 from drumroll.placement.devices import DeviceSet, Kind, Layout
 from drumroll.placement.layout import arrange, joins, pool_of, threads_of
+from drumroll.processes.memory import Peak, merge
 from drumroll.processes.rendezvous import LOOPBACK, Rendezvous, open_store
 from drumroll.rewards.judge_client import open_judge
 from drumroll.rewards.model import RewardModel
@@ -334,7 +335,7 @@ class RayWorkers(Workers):
         found: dict[str, float] = {}
         for role, asked in calls.items():
             peaks = await asyncio.gather(*asked, return_exceptions=True)
-            found[role] = sum(peak for peak in peaks if isinstance(peak, float))
+            found |= merge(role, (peak for peak in peaks if isinstance(peak, Peak)))
         return found
 
     @override

@@ -21,7 +21,7 @@ from drumroll.mesh import Mesh
 from drumroll.models.lora import peft_config
 from drumroll.placement.devices import Device, Kind
 from drumroll.processes.deadline import CpuTimeExceeded
-from drumroll.processes.memory import peak_gb
+from drumroll.processes.memory import Peak, peak_gb
 from drumroll.processes.pool import KillablePool, RemoteError
 from drumroll.processes.rendezvous import Rendezvous
 from drumroll.registry import search
@@ -131,8 +131,8 @@ class LearnerWorker(Learner):
         if self._sender is not None:
             self._sender.wait()
 
-    def memory(self) -> float:
-        """GB at most since the last call."""
+    def memory(self) -> Peak:
+        """Peak memory since the last call."""
         return peak_gb()
 
     def pid(self) -> int:
@@ -193,8 +193,8 @@ class EngineWorker:
     def capacity(self) -> int:
         return self.engine.capacity()
 
-    def memory(self) -> float:
-        """GB at most since the last call."""
+    def memory(self) -> Peak:
+        """Peak memory since the last call."""
         return peak_gb()
 
     def pid(self) -> int:
