@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
+from forked import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from live_memory import LiveMemory
 from test_batch import make_trace
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drumroll.algorithms.aggregations import Shares
@@ -28,6 +31,7 @@ from drumroll.learners.backends.torch import torch_learner
 from drumroll.mesh import Mesh
 from drumroll.models import attention, head
 from drumroll.models.loading import LoadedModel, load
+from drumroll.models.prefix_tree import PrefixTree
 from drumroll.models.shape import KNOWN, find_shape, measure, shape_of
 from drumroll.placement.layout import arrange, pool_of
 from drumroll.placement.memory import ROWS, Learner, Training, Work, engine, key_value_bytes, predicted_peak
@@ -246,6 +250,47 @@ def test_the_predicted_peak_of_the_tiny_model(recompute, micro_tokens):
     model = load("tiny-random", recompute_activations=recompute)
     predicted = predicted_peak(find_shape("tiny"), Training(recompute=recompute), work_of(made, micro_tokens))
     assert predicted == pytest.approx(measured_peak(model, made, micro_tokens), rel=0.1)
+
+
+def sharded_peak(rank, meeting, changes, bfloat16, micro_batches):
+    """The peak of one of two ranks under FSDP, as the prediction counts it: layers and root sharded, gradients reduced in float32."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    model, made = llama(**changes), batch(2, 4, 16, 60, 500)
+    shape, tree, chosen = measure(model.module), made.tree(), made.tokens[made.mask]
+    scorer, policy = head.LogProbModel(model.module), MixedPrecisionPolicy(torch.bfloat16 if bfloat16 else None, torch.float32)
+    for layer in model.module.model.layers:
+        layer.training = True  # activations are recomputed
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(scorer, mp_policy=policy)
+    optimizer = torch.optim.AdamW(scorer.parameters(), fused=True)
+    before, device = tree.node_of[made.mask.nonzero()[:, 0] - 1], torch.device("cpu")
+
+    def step():
+        for _ in range(micro_batches):
+            scorer(tree.tokens, PrefixTree(tree.paths, device), before, chosen, 1.0, False)[0].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    moments = [value for each in optimizer.state.values() for value in each.values()]
+    with LiveMemory([*scorer.parameters(), *scorer.buffers(), *moments]) as live:
+        step()
+    how = Training("bfloat16" if bfloat16 else "float32", Mesh(shard=2), recompute=True)
+    return predicted_peak(shape, how, replace(work_of(made, 10_000), several=micro_batches > 1)), live.peak
+
+
+@pytest.mark.parametrize(
+    ("changes", "bfloat16", "micro_batches"),
+    [
+        ({"vocab_size": 512, "num_hidden_layers": 4}, False, 2),
+        ({"vocab_size": 8192, "tie_word_embeddings": False}, True, 2),
+        ({"vocab_size": 8192, "tie_word_embeddings": False}, False, 1),
+    ],
+)
+def test_the_predicted_peak_of_a_shard(tmp_path, changes, bfloat16, micro_batches):
+    changes = {**changes, "recompute": True}
+    for predicted, measured in run_ranks(sharded_peak, 2, tmp_path / "meeting", changes, bfloat16, micro_batches):
+        assert predicted == pytest.approx(measured, rel=0.1)
 
 
 # --- plans and refusals ---

@@ -139,7 +139,7 @@ class Learner:
 
     def inference(self, work: Work) -> dict[str, Rows]:
         """The moments of a pass without gradients, which keeps one layer's activations."""
-        one = self.layer_activations(work) + 2 * work.tokens * self.shape.hidden * self.width
+        one = self.layer_activations(work) + 2 * self._states(work)
         logits = self.logits(work)[0]
         return {
             "forward pass": {"gathered": self.gathered(2), "activations": one},
@@ -149,31 +149,31 @@ class Learner:
     def training(self, work: Work) -> dict[str, Rows]:
         """The moments of an update, each with what is alive then.
 
-        Activations shrink and gradients grow from the last layer's backward pass to the first's, so one of both is worst.
+        Activations shrink and gradients grow from the last layer's backward pass to the first's, so one of both is worst;
+        under FSDP the second, when the last layer's gradient is being reduced.
         """
-        how, kept = self.how, self.kept_activations(work)
-        gathered = self.gathered(2 if how.reshard else self.shape.layers)
-        summed = self.summed()
+        gathered = [self.gathered(layers if self.how.reshard else self.shape.layers) for layers in (1, 2)]
+        kept, each = self.kept_activations(work), self._kept_of_a_layer(work)
+        summed, waiting = self.summed(), self._waiting(work.several)
         before = summed if work.several else 0
         forward, backward, product = self.logits(work)
         head = self.width * self.vocabulary if self.trains_weights else 0  # one gradient of the head's weight
         buffered = head if work.rows > ROWS else 0  # of the chunks before, in autograd's buffer
         layer = self.layer_activations(work) + self.backward_activations(work)
-        reduced = self._reduced(self.layer, self.shape.matrix // self.parts, work.several)
-        last = self.layer_activations(work) if not how.recompute else 0  # among those that are kept
+        last = 0 if self.how.recompute else each  # among those that are kept
+        tensor, reduced = self._added(work.several), self._reduced(self.layer, work.several)
         first = max(before, summed - self.float * (self.layer + self.shape.embedding // self.parts) * self.trains_weights)
         moments = {
-            "logits": (before, kept, forward),
-            "logits, backward": (before + buffered, kept, backward),
-            "head, backward": (before + buffered + head, kept, product),
-            "last layer, backward": (before + self._waiting(work.several) + reduced, kept - last + layer, 0),
-            "first layer, backward": (first + self._waiting(several=True) + reduced, layer, 0),
-            "embedding, backward": (summed + self._last(work.several), work.tokens * self.shape.hidden * self.width, 0),
+            "logits": (before, gathered[0], kept, forward),
+            "logits, backward": (before + buffered, gathered[0], kept, backward),
+            "head, backward": (before + buffered + head, gathered[0], kept, product),
+            "last layer, backward": (before + waiting + tensor, gathered[1], kept - last + layer, 0),
+            "second last layer, backward": (before + waiting + reduced, gathered[1], kept - last - each + layer, 0),
+            "first layer, backward": (first + self._waiting(several=True) + tensor + reduced, gathered[1], layer, 0),
+            "embedding, backward": (summed + self._last(work.several), self.gathered(0), self._states(work), 0),
         }
-        return {
-            name: {"gradients": gradients, "gathered": gathered, "activations": activations, "logits": logits}
-            for name, (gradients, activations, logits) in moments.items()
-        }
+        names = ("gradients", "gathered", "activations", "logits")
+        return {moment: dict(zip(names, sizes, strict=True)) for moment, sizes in moments.items()}
 
     def summed(self) -> int:
         """The gradients that micro-batches add up: float32, each rank its shard; whole with `accumulate: local`."""
@@ -190,17 +190,17 @@ class Learner:
             return self.width * self.vocabulary
         return 0 if several else self.float * self.vocabulary
 
-    def _reduced(self, count: int, largest: int, several: bool) -> int:
-        """The gradient of a group of weights on its way into the sum.
-
-        FSDP holds a group's gradient in the working type, and the float32 input of its reduce-scatter; with
-        `accumulate: local`, only the first. Without shards one tensor at a time is added to the sum.
-        """
-        if not self.trains_weights:
+    def _added(self, several: bool) -> int:
+        """One tensor's gradient before it is added to the sum, without shards; a float32 one of the first becomes the sum."""
+        if not self.trains_weights or self.shards > 1 or not (several or self.width < FLOAT32):
             return 0
-        if self.shards == 1:
-            return self.width * largest if several or self.width < FLOAT32 else 0
-        return (self.width + (FLOAT32 if self.how.accumulate == "sharded" else 0)) * count
+        return self.width * self.shape.matrix // self.parts
+
+    def _reduced(self, count: int, several: bool) -> int:
+        """FSDP's float32 reduce-scatter of a group of weights: its input, and its output before that is added to the sum."""
+        if not self.trains_weights or self.shards == 1 or self.how.accumulate == "local":
+            return 0
+        return FLOAT32 * count + (FLOAT32 * count // self.shards if several else 0)
 
     def _last(self, several: bool) -> int:
         """What the gradient of the root group takes beside the sum, when the embedding's comes last.
@@ -211,7 +211,8 @@ class Learner:
         if not self.trains_weights:
             return 0
         if self.shards > 1:
-            return self._reduced(self.root, 0, several)
+            to_come = 0 if several or self.how.accumulate == "local" else self.float * self.root // self.shards
+            return self.width * self.root + self._reduced(self.root, several) - to_come
         tensors = 3 if self.shape.tied and not self.how.values else 1
         taken = 0 if several or self.width < FLOAT32 else 1
         return (tensors - taken) * self.width * self.shape.embedding // self.parts
@@ -242,9 +243,14 @@ class Learner:
 
     def kept_activations(self, work: Work) -> int:
         """What lives between forward and backward pass: all layers' activations, or only their inputs."""
-        inputs = work.tokens * self.shape.hidden * self.width
-        each = inputs if self.how.recompute else self.layer_activations(work)
-        return self.shape.layers * each + self.outer_activations(work)
+        return self.shape.layers * self._kept_of_a_layer(work) + self.outer_activations(work)
+
+    def _kept_of_a_layer(self, work: Work) -> int:
+        return self._states(work) if self.how.recompute else self.layer_activations(work)
+
+    def _states(self, work: Work) -> int:
+        """Hidden states of all tokens."""
+        return work.tokens * self.shape.hidden * self.width
 
     def backward_activations(self, work: Work) -> int:
         """Beside a layer's activations in its backward pass: gradients of both factors of the MLP's product, and of two states."""
