@@ -275,6 +275,7 @@ def sharded_peak(rank, meeting, changes, bfloat16, micro_batches):
     moments = [value for each in optimizer.state.values() for value in each.values()]
     with LiveMemory([*scorer.parameters(), *scorer.buffers(), *moments]) as live:
         step()
+    dist.barrier()  # a rank that leaves early closes connections that its peer still reads
     how = Training("bfloat16" if bfloat16 else "float32", Mesh(shard=2), recompute=True)
     return predicted_peak(shape, how, replace(work_of(made, 10_000), several=micro_batches > 1)), live.peak
 
