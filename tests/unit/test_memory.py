@@ -254,7 +254,8 @@ def test_the_predicted_peak_of_the_tiny_model(recompute, micro_tokens):
 
 def sharded_peak(rank, meeting, changes, bfloat16, micro_batches):
     """The peak of one of two ranks under FSDP, as the prediction counts it: layers and root sharded, gradients reduced in float32."""
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    store = dist.FileStore(str(meeting), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model, made = llama(**changes), batch(2, 4, 16, 60, 500)
     shape, tree, chosen = measure(model.module), made.tree(), made.tokens[made.mask]
     scorer, policy = head.LogProbModel(model.module), MixedPrecisionPolicy(torch.bfloat16 if bfloat16 else None, torch.float32)
@@ -275,7 +276,8 @@ def sharded_peak(rank, meeting, changes, bfloat16, micro_batches):
     moments = [value for each in optimizer.state.values() for value in each.values()]
     with LiveMemory([*scorer.parameters(), *scorer.buffers(), *moments]) as live:
         step()
-    dist.barrier()  # a rank that leaves early closes connections that its peer still reads
+    store.set(f"done/{rank}", "")
+    store.wait(["done/0", "done/1"])  # a rank that leaves early closes connections that its peer still reads
     how = Training("bfloat16" if bfloat16 else "float32", Mesh(shard=2), recompute=True)
     return predicted_peak(shape, how, replace(work_of(made, 10_000), several=micro_batches > 1)), live.peak
 
