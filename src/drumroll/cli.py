@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,14 +96,13 @@ def train(
 
 def _show_dry_run(config: RunConfig, *, files: bool) -> None:
     from drumroll.checks.dry_run import resolve
-    from drumroll.checks.plan import planned
+    from drumroll.checks.plan import plan_lines
     from drumroll.config import dump
     from drumroll.registry import search
 
     search(config.import_from)
     click.echo(dump(config))
-    layout = planned(config)
-    for line in [*config.arithmetic(), *(layout.describe().splitlines() if layout else []), *resolve(config, files=files)]:
+    for line in chain(config.arithmetic(), plan_lines(config), resolve(config, files=files)):
         click.echo(f"# {line}")
 
 
@@ -190,10 +190,9 @@ def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int |
 
     config = load(recipe, overrides).config
     search(config.import_from)
-    from drumroll.checks.plan import planned
+    from drumroll.checks.plan import plan_lines
 
-    layout = planned(config)
-    for line in [*config.arithmetic(), *(layout.describe().splitlines() if layout else [])]:
+    for line in chain(config.arithmetic(), plan_lines(config)):
         click.echo(line)
     if not simulate:
         return

@@ -253,11 +253,21 @@ def test_ctrl_c_saves_and_the_run_resumes(recipe, tmp_path, when):
     assert [m["step"] for m in resumed.metrics] == list(range(step + 2))
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen2.5-7b-8gpu", "qwen3-30b-a3b"])
 def test_the_papers_recipes_can_be_planned_anywhere(drumroll, name):
     code, out, err = drumroll("train", f"{ROOT}/recipes/multi-domain/{name}.yaml", "--dry-run", "--no-files")
     assert (code, err) == (0, "")
     assert "64 prompts × 8 samples" in out
+    assert "of 80.0 GB: training " in out
+
+
+def test_a_dry_run_refuses_what_does_not_fit(drumroll):
+    recipe = f"{ROOT}/recipes/multi-domain/qwen2.5-7b-8gpu.yaml"
+    for verb in (("plan", recipe), ("train", recipe, "--dry-run", "--no-files")):
+        code, out, err = drumroll(*verb, "roles.actor.parallel.shard=1")
+        assert code == 2
+        assert "training 162.23 GB (peak)" in out
+        assert err.strip().endswith("nearest that fits: roles.actor.parallel: {shard: 4}.")
 
 
 def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch):

@@ -50,7 +50,7 @@ def test_ray_and_local_are_byte_equal(small, untimed):
     remote = drumroll.train(small(name="remote", cluster=ONE, **same))
     assert untimed(remote) == untimed(local)
     assert [s["traces"] for s in remote.samples] == [s["traces"] for s in local.samples]
-    assert remote.metrics[1]["memory/train/actor"] > 0.1
+    assert remote.metrics[1]["memory/train/actor"] >= remote.metrics[1]["memory/train/actor/max"] > 0.1
 
 
 def fates(run):

@@ -146,8 +146,11 @@ def test_too_many_by_count_is_refused_with_the_sum():
 @pytest.mark.parametrize(
     ("parallel", "says"),
     [
-        ({"tensor": 3, "pipeline": 2}, "roles.actor.parallel: tensor 3 × pipeline 2 = 6 does not divide 16 devices."),
-        ({"tensor": 32}, "roles.actor.parallel: tensor 32 does not divide 16 devices."),
+        (
+            {"tensor": 3, "pipeline": 2},
+            "roles.actor.parallel: tensor 3 × pipeline 2 = 6 does not divide 16 devices; nearest: tensor 4 × pipeline 2.",
+        ),
+        ({"tensor": 32}, "roles.actor.parallel: tensor 32 does not divide 16 devices; nearest: tensor 16."),
         ({"tensor": 0}, "roles.actor.parallel.tensor: 0 must be at least 1."),
     ],
 )
@@ -165,7 +168,7 @@ def test_a_circle_of_sharing_is_refused():
     [
         ({"data": 2, "shard": 4}, "data 2 × 4 devices of a replica = 8, but the role has 16 devices; data 4 would fit"),
         ({"shard": 2, "expert": 3}, "roles.actor.parallel: expert 3 does not divide data × shard × tensor = 16."),
-        ({"shard": 5, "expert": 2}, "roles.actor.parallel: shard 5 × expert 2 does not divide 16 devices."),
+        ({"shard": 5, "expert": 2}, "roles.actor.parallel: shard 5 × expert 2 does not divide 16 devices; nearest: shard 4."),
     ],
 )
 def test_a_learners_mesh_must_fill_its_devices(parallel, says):

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from drumroll.checks.machine import read_gpus, read_memory
+from drumroll.checks.memory import check_memory, memory_lines, memory_plan
 from drumroll.config import RunConfig
+from drumroll.config.accelerators import USUAL, Kind
 from drumroll.config.rollout import RolloutConfig
-from drumroll.placement.devices import Kind, Layout, lay_out
-from drumroll.placement.layout import joins, pool_of, requests
+from drumroll.mesh import Mesh
+from drumroll.placement.devices import Layout
+from drumroll.placement.layout import arrange, joins, pool_of, requests
 from drumroll.rollout.simulation import Workload, barrier, simulate
 from drumroll.rollout.virtual import run
 from drumroll.workers.runtime import needs_of
@@ -63,13 +69,41 @@ def _settings(config: RolloutConfig, changes: Mapping[str, Any]) -> RolloutConfi
 
 
 def planned(config: RunConfig) -> Layout | None:
-    """Return the device layout, computed without the cluster; None on the local runtime, or if the run joins a cluster."""
-    if config.cluster.runtime != "ray" or joins(config):
-        return None
+    """Return the device layout, computed without the cluster; None if the run joins a cluster."""
     try:
         gpus = len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
         gpus = 0
+    needs = needs_of(config)
+    if config.cluster.runtime == "local":
+        asked = config.roles.actor.devices
+        on_gpu = asked != "cpu" if gpus else False
+        alone = config.cluster.model_copy(update={"devices": 1, "kind": USUAL if on_gpu else Kind.CPU.value})
+        pool = pool_of(config.model_copy(update={"cluster": alone}), gpus, *_memory())
+        made = requests(config, needs)
+        return Layout(
+            {r.role: pool.devices for r in made}, {r.role: 1 for r in made}, {r.role: Mesh() for r in made if r.spreads}
+        )
+    if joins(config):
+        return None
     if config.cluster.kind not in ("auto", Kind.CPU):  # a plan for GPUs of another machine
         gpus = max(gpus, config.cluster.devices or 0)
-    return lay_out(pool_of(config, gpus), requests(config, needs_of(config)))
+    return arrange(config, pool_of(config, gpus, *_memory()), needs)
+
+
+def _memory() -> tuple[int | None, int | None]:
+    """Bytes of this machine's smallest GPU, and of its host memory."""
+    gpus, host = read_gpus(version("torch"))[0], read_memory(Path("/"))
+    return min((gpu.memory for gpu in gpus), default=None), None if host is None else host.total
+
+
+def plan_lines(config: RunConfig) -> Iterator[str]:
+    """Yield the layout and the memory of each device, for people; raise if the memory does not suffice."""
+    layout = planned(config)
+    if layout is None:
+        return
+    if config.cluster.runtime == "ray":
+        yield from layout.describe().splitlines()
+    plan = memory_plan(config, layout)
+    yield from memory_lines(plan)
+    check_memory(config, plan, layout)

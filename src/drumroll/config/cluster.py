@@ -19,6 +19,8 @@ class ClusterConfig(Section):
     """Devices of the pool. Default: every GPU of the cluster; where there is none, a CPU slot for each machine."""
     kind: KindName = "auto"
     """What a device is: `cpu` is a slot of CPU threads, the others are accelerators by torch's names; `auto` is a GPU where there is one, else a slot. A cluster's GPUs are `cuda` (NVIDIA, AMD) unless you name another."""
+    device_memory_gb: float | None = Field(None, gt=0)
+    """Memory of a device in GB of 10⁹ bytes, for the memory plan of `--dry-run`. Default: that of this machine's GPUs; a CPU slot has its share of the machine's memory."""
     threads: int = Field(0, ge=0)
     """CPU threads of a device; 0 takes the top-level `threads`, and without it divides a machine's cores among its slots."""
     address: str | None = None

@@ -45,8 +45,12 @@ class RLConfig(RunConfig):
         return self.algorithm
 
     @override
+    def batch_size(self) -> int:
+        return self.rollout.prompts * self.rollout.most_samples
+
+    @override
     def single_update(self) -> bool:
-        samples = self.rollout.prompts * self.rollout.most_samples
+        samples = self.batch_size()
         return self.optim.epochs == 1 and (self.optim.minibatch or samples) >= samples
 
     @override

@@ -88,6 +88,15 @@ class ActorRole(Section):
     recompute_activations: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, a third more work."""
 
+    @model_validator(mode="after")
+    def _adapters_stay_whole(self) -> Self:
+        if self.lora is not None and self.parallel.tensor > 1:
+            raise ValueError(
+                f"lora with parallel tensor {self.parallel.tensor} is not supported for now; use shard in its place, for example "
+                f"parallel: {{shard: {self.parallel.shard * self.parallel.tensor}}}"
+            )
+        return self
+
 
 class CriticRole(Section):
     """What a state is worth: a model with a value head; loaded only when the algorithm needs it."""

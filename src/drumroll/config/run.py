@@ -242,6 +242,14 @@ class RunConfig(Section):
         """The most tokens of one generated trace, prompt included."""
         return self.data.max_prompt_tokens + self.rollout_section().longest
 
+    def longest_trained(self) -> int:
+        """The most tokens of one trace in an update."""
+        return self.longest_trace()
+
+    def batch_size(self) -> int | None:
+        """The most samples that a step trains on; None if the config does not say."""
+        return None
+
     def training_columns(self, dataset: DatasetConfig) -> list[tuple[str, str]] | None:
         """Columns that training rows of a dataset must have, each with who asks for it. None: those that the rewards need."""
         return None

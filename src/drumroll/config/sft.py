@@ -29,6 +29,14 @@ class SFTConfig(RunConfig):
         return RolloutConfig(max_tokens=self.eval_max_tokens)
 
     @override
+    def longest_trained(self) -> int:
+        return self.max_tokens
+
+    @override
+    def batch_size(self) -> int:
+        return self.batch
+
+    @override
     def training_columns(self, dataset: DatasetConfig) -> list[tuple[str, str]]:
         return [(dataset.completion, "supervised training")]
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import groupby
+from itertools import groupby, product
 
 from drumroll.config.accelerators import Kind
 from drumroll.errors import ConfigError, did_you_mean
@@ -236,12 +236,28 @@ def _check_parallel(request: DeviceRequest, devices: tuple[Device, ...]) -> None
     for name, size in request.parallel.items():
         if size < 1:
             raise ConfigError(f"{key}.{name}: {size} must be at least 1.")
-    product = " × ".join(f"{name} {size}" for name, size in request.parallel.items())
-    product += f" = {request.replica}" if len(request.parallel) > 1 and not {"data", "expert"} & set(request.parallel) else ""
+    asked = _product(request.parallel)
+    asked += f" = {request.replica}" if "×" in asked and not {"data", "expert"} & set(request.parallel) else ""
     if len(devices) % request.replica:
-        raise ConfigError(f"{key}: {product} does not divide {len(devices)} devices.")
+        raise ConfigError(f"{key}: {asked} does not divide {len(devices)} devices; nearest: {_nearest(request, len(devices))}.")
     for start in range(0, len(devices), request.replica):
         replica = devices[start : start + request.replica]
         if len(kinds := dict.fromkeys(d.kind for d in replica)) > 1:
             where = ranges([d.index for d in replica])
-            raise ConfigError(f"{key}: {product} puts one replica on devices {where}, which mix {' and '.join(kinds)}.")
+            raise ConfigError(f"{key}: {asked} puts one replica on devices {where}, which mix {' and '.join(kinds)}.")
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    """Format sizes as shard 4 × tensor 2; those of 1 are left out, unless all are."""
+    named = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    return " × ".join(named or [f"{axis} {size}" for axis, size in sizes.items()][:1])
+
+
+def _nearest(request: DeviceRequest, devices: int) -> str:
+    """The sizes of a replica that divide the devices and differ least, by ratio, from those asked for."""
+    axes = [axis for axis, size in request.parallel.items() if size > 1 and axis not in ("data", "expert")]
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+    fitting = [sizes for sizes in product(divisors, repeat=len(axes)) if devices % math.prod(sizes) == 0]
+    asked = [request.parallel[axis] for axis in axes]
+    best = min(fitting, key=lambda sizes: sum(abs(math.log(a / b)) for a, b in zip(sizes, asked, strict=True)))
+    return _product(dict(zip(axes, best, strict=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection
 
@@ -10,7 +11,8 @@ from drumroll.config import RunConfig
 from drumroll.config.accelerators import USUAL
 from drumroll.config.roles import LearnerRole
 from drumroll.errors import ConfigError
-from drumroll.placement.devices import DeviceRequest, Kind, Pool
+from drumroll.models.shape import find_shape
+from drumroll.placement.devices import DeviceRequest, Kind, Layout, Pool, lay_out
 
 
 def requests(config: RunConfig, needs: Collection[str]) -> list[DeviceRequest]:
@@ -40,6 +42,34 @@ def _learner(config: RunConfig, role: LearnerRole) -> DeviceRequest:
     return DeviceRequest(role, getattr(config.roles, role).devices, sizes, spreads=True)
 
 
+def arrange(config: RunConfig, pool: Pool, needs: Collection[str]) -> Layout:
+    """Assign devices to all roles; refuse meshes that their models do not allow."""
+    layout = lay_out(pool, requests(config, needs))
+    check_meshes(config, layout)
+    return layout
+
+
+def check_meshes(config: RunConfig, layout: Layout) -> None:
+    """Refuse a `tensor` that does not divide the heads of a role's model, if the shape of the model is known."""
+    for role, mesh in layout.meshes.items():
+        if mesh.tensor > 1:
+            _check_heads(config, role, mesh.tensor, mesh.size // mesh.shard)
+
+
+def _check_heads(config: RunConfig, role: str, tensor: int, devices: int) -> None:
+    """Each device computes as many heads, and key-value heads, as the others."""
+    name = getattr(config.roles, role).model or config.model
+    shape = find_shape(name)
+    if shape is None or (shape.heads % tensor == 0 and shape.kv_heads % tensor == 0):
+        return
+    most = math.gcd(shape.heads, shape.kv_heads)
+    able = [str(size) for size in range(1, most + 1) if most % size == 0 and devices % size == 0]
+    raise ConfigError(
+        f"roles.{role}.parallel: tensor {tensor} does not divide the {shape.heads} heads and {shape.kv_heads} key-value heads of "
+        f"{name}; on these devices tensor {' or '.join(able)} does."
+    )
+
+
 def adapters_off(config: RunConfig) -> bool:
     """Whether the reference is the actor without its adapters."""
     return config.roles.actor.lora is not None and config.roles.reference.model is None
@@ -50,14 +80,18 @@ def threads_of(config: RunConfig) -> int:
     return config.cluster.threads or config.threads
 
 
-def pool_of(config: RunConfig, gpus: int, found: str = USUAL) -> Pool:
-    """The devices of this machine, which has so many GPUs of the `found` kind, as the config asks for them."""
+def pool_of(
+    config: RunConfig, gpus: int, gpu_memory: int | None = None, host_memory: int | None = None, found: str = USUAL
+) -> Pool:
+    """The devices of this machine, which has so many GPUs of the `found` kind, as the config asks for them; memory in bytes, if somebody asked."""
     wanted, cores = config.cluster, os.cpu_count() or 1
     kind = Kind(wanted.kind) if wanted.kind != "auto" else Kind(found if gpus else Kind.CPU)
     if kind is not Kind.CPU and (wanted.devices or 1) > gpus:
         raise ConfigError(f"cluster.devices: {wanted.devices or 1} GPUs were asked for, but this machine has {gpus}.")
     count = wanted.devices or (gpus if kind is not Kind.CPU else 1)
-    return Pool.of([{kind: count}], threads_of(config) or (1 if kind is not Kind.CPU else max(1, cores // count)))
+    memory = gpu_memory if kind is not Kind.CPU else host_memory and host_memory // count
+    memory = memory if wanted.device_memory_gb is None else int(wanted.device_memory_gb * 1e9)
+    return Pool.of([{kind: count}], threads_of(config) or (1 if kind is not Kind.CPU else max(1, cores // count)), memory)
 
 
 def joins(config: RunConfig) -> bool:

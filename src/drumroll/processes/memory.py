@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 
-def peak_gb() -> float:
-    """Return the peak memory since the last call, host plus GPU, in GB; 0 if the system does not report it."""
+class Peak(NamedTuple):
+    """Peak memory of a process since the last call, in GB."""
+
+    all: float
+    """Host plus GPU."""
+    device: float
+    """What the process computes on: tensors on its GPU, or host memory if it uses none."""
+
+
+def peak_gb() -> Peak:
+    """Return the peak memory since the last call; 0 if the system does not report it."""
     host = 0
     with suppress(OSError, ValueError, StopIteration):
         status = Path("/proc/self/status").read_text()
         host = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    if "torch" not in sys.modules:
-        return host / 1e9
-    from drumroll.processes import accelerator
+    gpu = 0
+    if "torch" in sys.modules:
+        from drumroll.processes import accelerator
 
-    return (host + accelerator.take_peak()) / 1e9
+        gpu = accelerator.take_peak()
+    return Peak((host + gpu) / 1e9, (gpu or host) / 1e9)
+
+
+def merge(role: str, peaks: Iterable[Peak]) -> dict[str, float]:
+    """The metrics of a role: the sum of its processes, and the most that one of them has on its device."""
+    found = list(peaks)
+    return {role: sum(peak.all for peak in found), f"{role}/max": max((peak.device for peak in found), default=0.0)}

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from drumroll.config.roles import RewardModelRole
 from drumroll.data.render import Content, Renderer
 from drumroll.errors import ModelError
-from drumroll.processes.memory import peak_gb
+from drumroll.processes.memory import Peak, peak_gb
 from drumroll.rewards import REWARDS, Rate
 from drumroll.rewards.templates import spelled
 
@@ -56,8 +56,8 @@ class Classifier:
         chosen = self.labels - 1 if self.role.label is None else self.role.label
         return logits.softmax(-1)[:, chosen].tolist()
 
-    def memory(self) -> float:
-        """GB at most since the last call."""
+    def memory(self) -> Peak:
+        """Peak memory since the last call."""
         return peak_gb()
 
 

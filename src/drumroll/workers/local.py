@@ -23,7 +23,7 @@ from drumroll.models import attention
 from drumroll.models.loading import LoadedModel, load_tokenizer
 from drumroll.models.lora import peft_config
 from drumroll.placement.layout import adapters_off
-from drumroll.processes.memory import peak_gb
+from drumroll.processes.memory import merge, peak_gb
 from drumroll.processes.pool import KillablePool
 from drumroll.rewards.judge_client import open_judge
 from drumroll.rewards.model import RewardModel
@@ -122,7 +122,7 @@ class LocalWorkers(Workers):
 
     @override
     async def memory(self) -> dict[str, float]:
-        return {"process": peak_gb()}
+        return merge("process", [peak_gb()])
 
     @override
     async def close(self) -> None:

@@ -26,9 +26,10 @@ from drumroll.errors import NoEngines
 from drumroll.learners import Learner
 from drumroll.mesh import Mesh
 from drumroll.models.loading import load_tokenizer
-from drumroll.placement.devices import Device, DeviceSet, Kind, Layout, lay_out
-from drumroll.placement.layout import joins, pool_of, requests, threads_of
+from drumroll.placement.devices import Device, DeviceSet, Kind, Layout
+from drumroll.placement.layout import arrange, joins, pool_of, threads_of
 from drumroll.processes import accelerator
+from drumroll.processes.memory import Peak, merge
 from drumroll.processes.rendezvous import LOOPBACK, Rendezvous, open_store
 from drumroll.rewards.judge_client import open_judge
 from drumroll.rewards.model import RewardModel
@@ -63,8 +64,8 @@ async def open_ray(config: RunConfig) -> RayWorkers:
     """Join or start the cluster, lay the roles out, and start them."""
     pool = None
     if not joins(config):  # mistakes are told before anything starts
-        pool = pool_of(config, accelerator.count(), accelerator.kind())
-        lay_out(pool, requests(config, needs_of(config)))
+        pool = pool_of(config, accelerator.count(), found=accelerator.kind())
+        arrange(config, pool, needs_of(config))
     wanted = config.cluster
     runtime = RayRuntime(
         pool,
@@ -91,7 +92,7 @@ class RayWorkers(Workers):
         configure_torch(config, 1)
         self.config, self.runtime = config, runtime
         self.needs = needs_of(config)
-        self.layout: Layout = lay_out(runtime.pool, requests(config, self.needs))
+        self.layout: Layout = arrange(config, runtime.pool, self.needs)
         self.tokenizer = load_tokenizer(config.role_model("actor"))
         self._recompute = config.rollout_section().kv_at_switch == "recompute"
         self._stores: dict[str, Any] = {}  # of the present generations
@@ -349,7 +350,7 @@ class RayWorkers(Workers):
         found: dict[str, float] = {}
         for role, asked in calls.items():
             peaks = await asyncio.gather(*asked, return_exceptions=True)
-            found[role] = sum(peak for peak in peaks if isinstance(peak, float))
+            found |= merge(role, (peak for peak in peaks if isinstance(peak, Peak)))
         return found
 
     @override

@@ -19,7 +19,7 @@ from drumroll.mesh import Mesh
 from drumroll.models.lora import peft_config
 from drumroll.placement.devices import Device
 from drumroll.processes.deadline import CpuTimeExceeded
-from drumroll.processes.memory import peak_gb
+from drumroll.processes.memory import Peak, peak_gb
 from drumroll.processes.pool import KillablePool, RemoteError
 from drumroll.processes.rendezvous import Rendezvous
 from drumroll.registry import search
@@ -126,8 +126,8 @@ class LearnerWorker(Learner):
                 for _ in weights:
                     pass
 
-    def memory(self) -> float:
-        """GB at most since the last call."""
+    def memory(self) -> Peak:
+        """Peak memory since the last call."""
         return peak_gb()
 
     def pid(self) -> int:
@@ -201,8 +201,8 @@ class EngineWorker:
     def capacity(self) -> int:
         return self.engine.capacity()
 
-    def memory(self) -> float:
-        """GB at most since the last call."""
+    def memory(self) -> Peak:
+        """Peak memory since the last call."""
         return peak_gb()
 
     def pid(self) -> int:

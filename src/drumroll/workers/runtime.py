@@ -72,7 +72,7 @@ class Workers(ABC):
 
     @abstractmethod
     async def memory(self) -> dict[str, float]:
-        """The peak memory of each role's processes since the last call, in GB."""
+        """The peak memory of each role's processes since the last call, in GB; `<role>/max` is the most on one device."""
 
     @asynccontextmanager
     async def training(self) -> AsyncGenerator[None]:

@@ -1,0 +1,59 @@
+"""The peak of live tensor bytes in one process, for tests that compare it with the prediction of `placement/memory.py`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+
+class LiveMemory(TorchDispatchMode):
+    """Adds up the bytes of all storages that are alive after each operation, and keeps the largest sum as `peak`.
+
+    `held` are tensors from before. Storages are counted once, with the bytes that they have now: FSDP resizes those of
+    gathered weights. What one operation allocates and frees inside itself is not seen.
+    """
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.peak = 0
+        self.at = ""
+        """The operation after which the peak was measured."""
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        for tensor in held:
+            self._note(tensor)
+        self._measure("start")
+
+    @property
+    def live(self) -> int:
+        """Bytes that are alive now."""
+        found = (ref() for ref in self._storages.values())
+        return sum(storage.nbytes() for storage in found if storage is not None)
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operations come here one by one
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._note(leaf)
+        self._measure(str(func))
+        return out
+
+    def _note(self, tensor: Tensor) -> None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        key = id(storage)
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, lambda _, key=key: self._storages.pop(key, None))
+
+    def _measure(self, at: str) -> None:
+        if (live := self.live) > self.peak:
+            self.peak, self.at = live, at
