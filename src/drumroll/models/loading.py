@@ -1,6 +1,6 @@
 """From a model's name to a module under our attention, and its tokenizer.
 
-A name is a built-in (`tiny`), a local Hugging Face directory, or a hub id. What goes wrong here is the user's
+A name is a built-in (`tiny`, `tiny-even`), a local Hugging Face directory, or a hub id. What goes wrong here is the user's
 to fix, so every failure says what was looked for and what to do offline.
 """
 
@@ -49,12 +49,12 @@ def load(
     """
     _quiet_transformers()
     attention.register()
-    if name == "tiny-random":
-        module, tokenizer = tiny.random_model(seed), tiny.tokenizer()
+    if name in tiny.RANDOM:
+        module, tokenizer = tiny.random_model(seed, **tiny.RANDOM[name]), tiny.tokenizer()
         for parameter in module.parameters():  # not the buffers: rotary frequencies stay float32
             parameter.data = parameter.data.to(DTYPES[dtype])
     else:
-        module, tokenizer = _from_pretrained(str(tiny.SHIPPED) if name == "tiny" else name, DTYPES[dtype])
+        module, tokenizer = _from_pretrained(str(tiny.SHIPPED.get(name, name)), DTYPES[dtype])
     witness.prove(module)
     module = module.to(device=pick_device(device))
     module.set_attn_implementation(attention.NAME)
@@ -85,7 +85,7 @@ def end_tokens(name: str) -> frozenset[int]:
             return GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
 
     _quiet_transformers()
-    return _eos(_pretrained(str(tiny.SHIPPED) if name in BUILT_IN_MODELS else name, generation), load_tokenizer(name))
+    return _eos(_pretrained(str(tiny.SHIPPED.get(name.removesuffix("-random"), name)), generation), load_tokenizer(name))
 
 
 def load_classifier(name: str, *, dtype: str, device: str) -> tuple[Any, int]:
