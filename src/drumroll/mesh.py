@@ -7,7 +7,7 @@ data, shard, pipeline, context, tensor. Process groups along the axes belong to 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 AXES = ("data", "shard", "pipeline", "context", "tensor")
 
@@ -57,6 +57,14 @@ class Mesh:
         """Which share of a batch this rank trains on."""
         at = self.coordinates
         return at["data"] * self.shard + at["shard"]
+
+    def along(self, *axes: str) -> list[list[int]]:
+        """All groups of ranks that differ only in their coordinates on these axes, each in the order of its ranks."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            at = replace(self, rank=rank).coordinates
+            groups.setdefault(tuple(at[axis] for axis in AXES if axis not in axes), []).append(rank)
+        return list(groups.values())
 
     def leaders(self) -> list[int]:
         """One rank for each share, in the order of the shares: the first of those with the same rows."""

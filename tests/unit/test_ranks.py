@@ -49,8 +49,8 @@ def rank(number, port, where, seconds, answers):
     def fail(*_, **__):
         raise MemoryError("planted")
 
-    def fail_in_sum(tensor, op, plain=ranks._reduce):
-        return plain(tensor, op) if tensor.numel() == 1 else fail()
+    def fail_in_sum(tensor, op, group, plain=ranks._reduce):
+        return plain(tensor, op, group) if tensor.numel() == 1 else fail()
 
     ends = []
     for attempt in range(2):

