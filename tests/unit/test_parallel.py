@@ -23,8 +23,6 @@ import torch.distributed as dist
 import transformers as hf
 from forked import RankPool
 from test_batch import exact, random_groups, relative
-from torch.distributed._functional_collectives import wait_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumroll.algorithms import Algorithm
 from drumroll.algorithms.aggregations import Shares
@@ -210,50 +208,51 @@ def train(rank, folder, role, dtype, works, mistake=None, options=None):
 # --- planted errors ---
 
 
-class Spoiled(TorchDispatchMode):
-    """Sums over ranks go wrong: the result of each is what `spoil` makes of the sum and of this rank's own part.
+class Spoiled:
+    """A gloo group whose sums go wrong: each is what `spoil` makes of the sum and of this rank's own part.
 
     The collective still runs, so ranks stay in step. Votes are of integers, and are left alone.
     """
 
-    def __init__(self, spoil):
-        super().__init__()
-        self.spoil = spoil
+    def __init__(self, gloo, spoil):
+        self.gloo, self.spoil = gloo, spoil
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        match func._schema.name:
-            case "c10d::allreduce_" if args[0][0].is_floating_point():
-                totals = [tensor.clone() for tensor in args[0]]
-                return self.in_place(args[0], totals, args[0], func(totals, *args[1:]))
-            case "c10d::_reduce_scatter_base_":
-                total, own = torch.empty_like(args[0]), own_chunk(args[1], dist.ProcessGroup.unbox(args[2]))
-                return self.in_place([args[0]], [total], [own], func(total, *args[1:]))
-            case "_c10d_functional::all_reduce":
-                return self.spoil(wait_tensor(func(*args)), args[0])
-            case "_c10d_functional::reduce_scatter_tensor":
-                group = dist.distributed_c10d._resolve_process_group(args[3])
-                return self.spoil(wait_tensor(func(*args)), own_chunk(args[0], group))
-            case _:
-                return func(*args, **(kwargs or {}))
+    def __getattr__(self, name):
+        return getattr(self.gloo, name)
 
-    def in_place(self, results, totals, own, done):
+    def allreduce(self, tensors, *options):
+        if not tensors[0].is_floating_point():
+            return self.gloo.allreduce(tensors, *options)
+        totals = [tensor.clone() for tensor in tensors]
+        return self.written(self.gloo.allreduce(totals, *options), tensors, totals, tensors)
+
+    def _reduce_scatter_base(self, output, given, *options):
+        total, own = torch.empty_like(output), given.chunk(self.gloo.size())[self.gloo.rank()]
+        return self.written(self.gloo._reduce_scatter_base(total, given, *options), [output], [total], [own])
+
+    def written(self, done, results, totals, own):
         """Totals are other tensors than results, because gloo may write them again whenever someone waits."""
-        done[-1].wait()
+        done.wait()
         for result, total, part in zip(results, totals, own, strict=True):
             result.copy_(self.spoil(total, part))
         return done
 
 
-def own_chunk(tensor, group):
-    return tensor.chunk(group.size())[group.rank()].clone()
+@contextlib.contextmanager
+def spoiled(backend, spoil):
+    ranks = backend.ranks
+    with pytest.MonkeyPatch.context() as patch:
+        for group in {id(group): group for group in (ranks.group, *ranks.along.values())}.values():
+            patch.setattr(group, "_gloo", Spoiled(group.gloo, spoil))
+        yield
 
 
 def left_out(backend):
-    return Spoiled(lambda total, own: own)
+    return spoiled(backend, lambda total, own: own)
 
 
 def halved(backend):
-    return Spoiled(lambda total, own: total / 2)
+    return spoiled(backend, lambda total, own: total / 2)
 
 
 @contextlib.contextmanager
