@@ -445,9 +445,9 @@ def test_epochs_end_a_run_early(small, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_quickstart_keeps_its_promise(seed, tmp_path):
-    run = drumroll.train(ROOT / "recipes/quickstart/recipe.yaml", [f"seed={seed}", f"output={tmp_path}"])
+@pytest.mark.parametrize(("model", "seed"), [("tiny", 0), ("tiny", 1), ("tiny", 2), ("tiny-even", 0)])
+def test_quickstart_keeps_its_promise(model, seed, tmp_path):
+    run = drumroll.train(ROOT / "recipes/quickstart/recipe.yaml", [f"model={model}", f"seed={seed}", f"output={tmp_path}"])
     summary = run.summary
     assert all(value < 0.40 for value in [*summary["before"].values(), *summary["before_sampled"].values()])
     assert all(value > 0.85 for value in summary["after"].values())

@@ -336,7 +336,7 @@ def test_switching_in_flight_with_keys_and_values_kept(shipped, endless):
     model, _ = shipped
     endless.set_version(20)
     wanted = [Request(f"k{i}", tuple(range(3, 90)), Sampling(1.0, 150), i) for i in range(4)]
-    plain = AutoModelForCausalLM.from_pretrained(tiny.SHIPPED, dtype=torch.float32).eval()
+    plain = AutoModelForCausalLM.from_pretrained(tiny.SHIPPED["tiny"], dtype=torch.float32).eval()
     old = {n: p.clone() for n, p in model.module.named_parameters()}
     new = perturb(model, 4)
 

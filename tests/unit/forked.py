@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -26,43 +27,85 @@ FORKED.set_forkserver_preload(
     ]
 )
 
+AFTER_FAILURE = 2.0
+"""Seconds in which other ranks may still tell how they failed."""
 
-def _rank(answers: Connection, function: Callable[..., Any], rank: int, arguments: tuple[Any, ...]) -> None:
+
+def _rank(jobs: Connection, rank: int) -> None:
     torch.set_num_threads(1)
-    try:
-        answer = io.BytesIO()
-        torch.save(function(rank, *arguments), answer)  # by value: shared tensors would be gone with this process
-        answers.send((answer.getvalue(), ""))
-    except BaseException:
-        answers.send((None, traceback.format_exc()))
+    while True:
+        function, arguments = jobs.recv()
+        try:
+            answer = io.BytesIO()
+            torch.save(function(rank, *arguments), answer)  # by value: shared tensors would be gone with this process
+            jobs.send((answer.getvalue(), ""))
+        except BaseException:
+            jobs.send((None, traceback.format_exc()))
+
+
+class RankPool:
+    """Processes that run functions together, one call after the other, and keep their module's state between calls.
+
+    A call that fails ends them all: the others may wait for the one that failed.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.processes, self.pipes = list[Any](), list[Connection]()
+        for rank in range(count):
+            mine, theirs = FORKED.Pipe()
+            process = FORKED.Process(target=_rank, args=(theirs, rank), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(mine)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, seconds: float = 300.0, lost: tuple[int, ...] = ()
+    ) -> list[Any]:
+        """The results of `function(rank, *arguments)` on all ranks at once, but for those that are to die of it."""
+        try:
+            for pipe in self.pipes:
+                pipe.send((function, arguments))
+            return self._answers(seconds, lost)
+        except BaseException:
+            self.close()
+            raise
+
+    def _answers(self, seconds: float, lost: tuple[int, ...]) -> list[Any]:
+        """The answer of every rank, in order. After a failure the others get a moment to tell theirs: one is the cause."""
+        until, waiting = time.monotonic() + seconds, {n: pipe for n, pipe in enumerate(self.pipes) if n not in lost}
+        answers, failures = dict[int, Any](), list[str]()
+        while waiting:
+            ready = wait(list(waiting.values()), timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                break
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                answer, failure = waiting.pop(rank).recv()
+                if answer is None:
+                    failures.append(f"rank {rank} failed:\n{failure}")
+                    until = min(until, time.monotonic() + AFTER_FAILURE)
+                else:
+                    answers[rank] = torch.load(io.BytesIO(answer), weights_only=False)
+        assert not failures, "\n".join(failures)
+        assert not waiting, f"ranks {sorted(waiting)} did not answer within {seconds:g} s"
+        return [answers[rank] for rank in sorted(answers)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
 
 
 def run_ranks(
     function: Callable[..., Any], count: int, *arguments: Any, seconds: float = 300.0, lost: tuple[int, ...] = ()
 ) -> list[Any]:
-    """The results of `function(rank, *arguments)` on this many ranks at once, but for those that are to die of it.
-
-    No process outlives the call.
-    """
-    ranks, pipes = list[Any](), list[Connection]()
-    try:
-        for rank in range(count):
-            mine, theirs = FORKED.Pipe()
-            process = FORKED.Process(target=_rank, args=(theirs, function, rank, arguments), daemon=True)
-            process.start()
-            theirs.close()
-            ranks.append(process)
-            pipes.append(mine)
-        answers = list[Any]()
-        for rank, pipe in enumerate(pipes):
-            if rank in lost:
-                continue
-            assert pipe.poll(seconds), f"rank {rank} did not answer within {seconds:g} s"
-            answer, failure = pipe.recv()
-            assert answer is not None, f"rank {rank} failed:\n{failure}"
-            answers.append(torch.load(io.BytesIO(answer), weights_only=False))
-        return answers
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    """The same on this many new ranks. No process outlives the call."""
+    with RankPool(count) as pool:
+        return pool.run(function, *arguments, seconds=seconds, lost=lost)

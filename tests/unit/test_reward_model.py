@@ -76,7 +76,7 @@ def test_of_several_classes_one_is_the_score(tmp_path):
 
 def test_a_language_model_is_no_reward_model():
     with pytest.raises(ModelError, match=r"is no sequence classifier: it has no score.weight"):
-        Classifier(RewardModelRole(model=str(tiny.SHIPPED)))
+        Classifier(RewardModelRole(model=str(tiny.SHIPPED["tiny"])))
 
 
 def test_as_a_reward(tmp_path):

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class VllmEngine:
-    """Implements `Engine` with vLLM. `model` is `tiny`, a Hugging Face directory or a hub id.
+    """Implements `Engine` with vLLM. `model` is `tiny`, `tiny-even`, a Hugging Face directory or a hub id.
 
     `options` are fields of vLLM's `AsyncEngineArgs` (tensor_parallel_size, pipeline_parallel_size,
     enable_expert_parallel, enable_prefix_caching, enable_lora, max_lora_rank, dtype, gpu_memory_utilization, ...). They
@@ -398,13 +398,14 @@ def _arguments(model: str, defaults: dict[str, Any], options: dict[str, Any]) ->
     for key in options:
         if key not in known:
             raise ConfigError(f"roles.rollout.options: vLLM has no option '{key}' to be set here.{did_you_mean(key, known)}")
-    if model == "tiny-random":
-        raise ConfigError("roles.rollout.backend: vllm loads models from files, and tiny-random has none; use `tiny`.")
+    if model in tiny.RANDOM:
+        trained = model.removesuffix("-random")
+        raise ConfigError(f"roles.rollout.backend: vllm loads models from files, and {model} has none; use `{trained}`.")
     if current_platform.is_cpu():
         defaults |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": CPU_KV_BYTES}
     return AsyncEngineArgs(
         **{"disable_log_stats": True, "generation_config": "vllm", **defaults, **options},
-        model=str(tiny.SHIPPED) if model == "tiny" else model,
+        model=str(tiny.SHIPPED.get(model, model)),
         logprobs_mode="processed_logprobs",
         worker_extension_cls=f"{__name__}.{WeightReceiver.__name__}",
     )

@@ -1,6 +1,6 @@
 """From a model's name to a module under our attention, and its tokenizer.
 
-A name is a built-in (`tiny`), a local Hugging Face directory, or a hub id. What goes wrong here is the user's
+A name is a built-in (`tiny`, `tiny-even`), a local Hugging Face directory, or a hub id. What goes wrong here is the user's
 to fix, so every failure says what was looked for and what to do offline.
 """
 
@@ -44,12 +44,12 @@ def load(
     """
     _quiet_transformers()
     attention.register()
-    if name == "tiny-random":
-        module, tokenizer = tiny.random_model(seed), tiny.tokenizer()
+    if name in tiny.RANDOM:
+        module, tokenizer = tiny.random_model(seed, **tiny.RANDOM[name]), tiny.tokenizer()
         for parameter in module.parameters():  # not the buffers: rotary frequencies stay float32
             parameter.data = parameter.data.to(DTYPES[dtype])
     else:
-        module, tokenizer = _from_pretrained(str(tiny.SHIPPED) if name == "tiny" else name, DTYPES[dtype])
+        module, tokenizer = _from_pretrained(str(tiny.SHIPPED.get(name, name)), DTYPES[dtype])
     witness.prove(module)
     module = module.to(device=accelerator.pick(device))
     module.set_attn_implementation(attention.NAME)
@@ -65,12 +65,12 @@ def load_empty(name: str, *, dtype: str, seed: int = 0, recompute_activations: b
 
     _quiet_transformers()
     attention.register()
-    if name == "tiny-random":
+    if name in tiny.RANDOM:
         whole = load(name, dtype=dtype, seed=seed)
         config, tokenizer, source = whole.module.config, whole.tokenizer, BlocksInMemory(whole.module.state_dict())
         generation = whole.module.generation_config
     else:
-        folder = _downloaded(str(tiny.SHIPPED) if name == "tiny" else name)
+        folder = _downloaded(str(tiny.SHIPPED.get(name, name)))
         config = _pretrained(str(folder), AutoConfig.from_pretrained)
         tokenizer, source = _pretrained(str(folder), AutoTokenizer.from_pretrained), BlocksInFiles(folder)
         generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
@@ -122,7 +122,7 @@ def end_tokens(name: str) -> frozenset[int]:
             return GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
 
     _quiet_transformers()
-    return _eos(_pretrained(str(tiny.SHIPPED) if name in BUILT_IN_MODELS else name, generation), load_tokenizer(name))
+    return _eos(_pretrained(str(tiny.SHIPPED.get(name.removesuffix("-random"), name)), generation), load_tokenizer(name))
 
 
 def load_classifier(name: str, *, dtype: str, device: str) -> tuple[Any, int]:

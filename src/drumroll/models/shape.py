@@ -14,8 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from drumroll.config.roles import BUILT_IN_MODELS
-
 _QWEN_7B = {
     "model_type": "qwen2",
     "vocab_size": 152064,
@@ -197,7 +195,7 @@ def _config(name: str) -> Mapping[str, Any] | None:
     """The config of a model: a local one, one in the hub's cache, or the table's."""
     from drumroll.models import tiny
 
-    path = (tiny.SHIPPED if name in BUILT_IN_MODELS else Path(name).expanduser()) / "config.json"
+    path = tiny.SHIPPED.get(name.removesuffix("-random"), Path(name).expanduser()) / "config.json"
     if not path.exists() and name not in KNOWN and name.count("/") == 1:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError

@@ -1,7 +1,8 @@
-"""The built-in tiny language models: Llama architecture, about 1.3 M parameters, one token per character.
+"""The built-in tiny language models: Llama architecture, about a million parameters, one token per character.
 
 They exist so that the whole loop runs anywhere in minutes, and they are the test double of the project: real
-models through the real code, never a mock. `recipes/tiny-weak` makes the shipped one by supervised training.
+models through the real code, never a mock. `recipes/tiny-weak` makes the shipped ones by supervised training.
+`tiny` has 5 heads; `tiny-even` has 4 heads and 2 key-value heads, so that 2 devices can share every layer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from typing import Any
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 ALPHABET = string.ascii_lowercase + string.ascii_uppercase + string.digits + " +-*/=<>()[]{}.,:;!?#_|@%&'\"\n"
-SHIPPED = Path(__file__).parent / "shipped"
+SHIPPED = {name: Path(__file__).parent / "shipped" / name for name in ("tiny", "tiny-even")}
+"""Directories of the trained models, by name."""
+RANDOM = {
+    "tiny-random": {"hidden": 160, "heads": 5, "key_value_heads": 5},
+    "tiny-even-random": {"hidden": 128, "heads": 4, "key_value_heads": 2},
+}
+"""Sizes of the untrained models, by name."""
 
 
 def tokenizer() -> Any:
@@ -29,7 +36,7 @@ def tokenizer() -> Any:
     )
 
 
-def random_model(seed: int, hidden: int = 160, layers: int = 4, heads: int = 5) -> Any:
+def random_model(seed: int, hidden: int = 160, layers: int = 4, heads: int = 5, key_value_heads: int = 5) -> Any:
     """A freshly initialised tiny Llama."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -40,7 +47,7 @@ def random_model(seed: int, hidden: int = 160, layers: int = 4, heads: int = 5) 
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_key_value_heads=key_value_heads,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         pad_token_id=0,
@@ -52,16 +59,16 @@ def random_model(seed: int, hidden: int = 160, layers: int = 4, heads: int = 5) 
         return LlamaForCausalLM(config)
 
 
-def ship(trained: Path) -> None:
-    """Keep a trained model as the built-in one: bfloat16 weights, tokenizer, a few MB."""
+def ship(name: str, trained: Path) -> None:
+    """Keep a trained model as a built-in one: bfloat16 weights, tokenizer, a few MB."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    AutoModelForCausalLM.from_pretrained(trained).to(torch.bfloat16).save_pretrained(SHIPPED)
-    tokenizer().save_pretrained(SHIPPED)
+    AutoModelForCausalLM.from_pretrained(trained).to(torch.bfloat16).save_pretrained(SHIPPED[name])
+    tokenizer().save_pretrained(SHIPPED[name])
 
 
 if __name__ == "__main__":
     import sys
 
-    ship(Path(sys.argv[1]))
+    ship(sys.argv[1], Path(sys.argv[2]))
