@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:  # clusters of Ray one after the other, also where tests run beside each other
-        if item.path.name in ("test_ray.py", "test_cluster.py", "test_big_cluster.py", "test_jobs.py"):
+        if item.path.name in ("test_ray.py", "test_cluster.py", "test_divided_runs.py", "test_big_cluster.py", "test_jobs.py"):
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 

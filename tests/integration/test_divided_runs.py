@@ -1,0 +1,94 @@
+"""Whole runs whose actor is divided over ranks on Ray: they draw, train, publish and resume as a run of one rank does."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+import ray
+
+import drumroll
+from drumroll.config import check
+from drumroll.errors import ConfigError, DrumrollError
+from drumroll.models.loading import load
+from drumroll.workers.ray_workers import LearnerWorker
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(ray_cluster):
+    ray.init(ray_cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+ONE = {"runtime": "ray", "devices": 1, "kind": "cpu", "threads": 1}
+TWO = ONE | {"devices": 2}
+LAYOUTS = {"shard 2": {"shard": 2}, "tensor 2": {"tensor": 2}}
+PPO = {"preset": "ppo", "kl": 0.05}
+
+
+def first_tokens(run):
+    return {s["id"]: s["traces"][0]["tokens"] for s in run.samples if s["step"] == 1 and s["kind"] == "train"}
+
+
+def divided(parallel):
+    return {
+        "model": "tiny-even",
+        "steps": 2,
+        "threads": 1,
+        "algorithm": PPO,
+        "optim": {"lr": 1e-4, "minibatch": 8},
+        "roles": {"actor": {"parallel": parallel}, "rollout": {"slots": 16}},
+        "checkpoint": {"every": 1},
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_divided_actor_draws_and_trains_as_one_rank(small, untimed, layout):
+    """Step 1 samples the same tokens and has the same losses; engines hold the learner's weights after each publish.
+
+    The run goes on under the other layout.
+    """
+    alone = drumroll.train(small(name="alone", **divided({})))
+    run = drumroll.train(small(cluster=TWO, **divided(LAYOUTS[layout])))
+    assert first_tokens(run) == first_tokens(alone)
+    for key in ("train/loss", "train/grad_norm", "train/tokens", "train/entropy", "critic/loss"):
+        assert run.metrics[1][key] == pytest.approx(alone.metrics[1][key], rel=1e-4, abs=1e-6), key
+    assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
+    exported, trained = load(str(run.path / "model")).module, load("tiny-even").module
+    assert all(p.shape == q.shape for p, q in zip(exported.parameters(), trained.parameters(), strict=True))
+    other = {"shard": 1, "tensor": 1} | next(sizes for name, sizes in LAYOUTS.items() if name != layout)
+    resumed = drumroll.train(
+        resume=run.path, overrides=["steps=3", *(f"roles.actor.parallel.{k}={v}" for k, v in other.items())]
+    )
+    assert [m["step"] for m in resumed.metrics] == [0, 1, 2, 3]
+    assert untimed(resumed).startswith(untimed(run)[:-1])
+    assert resumed.metrics[3]["train/mismatch"] < 1e-4
+
+
+def test_what_cannot_be_divided_is_refused_with_the_arithmetic(small):
+    with pytest.raises(ConfigError, match=r"tensor 2 does not divide the 5 heads"):
+        drumroll.train(small(cluster=TWO, roles={"actor": {"parallel": {"tensor": 2}}}))
+    with pytest.raises(ConfigError, match=r"shard 3 does not divide 2 devices; nearest: shard 2"):
+        drumroll.train(small(cluster=TWO, roles={"actor": {"parallel": {"shard": 3}}}))
+    with pytest.raises(ConfigError, match=r"shard 2 needs 2 devices, but the local runtime has one; set cluster.runtime: ray"):
+        check(small(roles={"actor": {"parallel": {"shard": 2}}}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_vllm_holds_a_divided_actors_weights(small, layout):
+    roles = {"actor": {"parallel": LAYOUTS[layout]}, "rollout": {"backend": "vllm"}}
+    run = drumroll.train(small(cluster=TWO, model="tiny-even", roles=roles, steps=3, optim={"lr": 3e-3}))
+    assert [m["train/mismatch"] < 1e-4 for m in run.metrics[1:]] == [True] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_divided_actor_whose_rank_is_killed_ends_the_run_in_one_sentence(small, killer, layout):
+    async def strike(workers):
+        await asyncio.sleep(0.5)
+        os.kill(await workers.actor.call(1, LearnerWorker.pid), signal.SIGKILL)
+
+    with pytest.raises(DrumrollError, match="actor rank 1 is gone"):
+        drumroll.train(small(cluster=TWO, **(divided(LAYOUTS[layout]) | {"steps": 200})), progress=killer(strike))
