@@ -15,6 +15,7 @@ from test_batch import make_trace
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drumroll import weights
 from drumroll.algorithms.aggregations import Shares
 from drumroll.algorithms.losses import PolicyLoss
 from drumroll.batch import pack
@@ -34,7 +35,7 @@ from drumroll.models.loading import LoadedModel, load
 from drumroll.models.prefix_tree import PrefixTree
 from drumroll.models.shape import KNOWN, find_shape, measure, shape_of
 from drumroll.placement.layout import arrange, pool_of
-from drumroll.placement.memory import ROWS, Learner, Training, Work, engine, key_value_bytes, predicted_peak
+from drumroll.placement.memory import BUCKET, ROWS, Learner, Training, Work, engine, key_value_bytes, predicted_peak
 from drumroll.sample import Group, Owner, Prompt, Sample
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -135,6 +136,7 @@ def test_bytes_per_parameter():
 
 def test_constants_are_those_of_the_code():
     assert ROWS == head.ROWS
+    assert BUCKET == weights.BUCKET
     for slots, context, fixed in ((3, 300, False), (2, 40, False), (2, 300, True)):
         made = NativeEngine(load("tiny-random"), slots=slots, context=context, fixed_shape=fixed)
         assert made.page_tokens == (context if fixed else min(context, PAGE_TOKENS))

@@ -76,7 +76,7 @@ class ActorRole(Section):
     model: str | None = None
     """Model of this role: a built-in (tiny, tiny-even, tiny-random, tiny-even-random), a Hugging Face directory or hub id. Default: the top-level `model`."""
     backend: Annotated[str, AfterValidator(known_learner)] = "torch"
-    """What trains it, and computes what the reference, teacher and critic compute. `torch`: plain PyTorch, data-parallel over its devices; or your own as `module:function`."""
+    """What trains it, and computes what the reference, teacher and critic compute. `torch`: plain PyTorch, divided over its devices as `parallel` says; or your own as `module:function`."""
     devices: Devices = None
     """On ray, devices of the pool: a range (`0-11`, `"0-7,12-15"`, device 3 alone is `3-3`) or a count (`4`); `auto` takes all. On local: `cpu`, or an accelerator such as `cuda` or `cuda:1`; `auto` takes the accelerator where there is one."""
     dtype: Dtype = "float32"

@@ -15,7 +15,7 @@ from itertools import groupby, product
 
 from drumroll.config.accelerators import Kind
 from drumroll.errors import ConfigError, did_you_mean
-from drumroll.mesh import Mesh
+from drumroll.mesh import AXES, Mesh
 
 ANCHOR = "actor"
 """The role whose devices the others share when they name none; without it, the first role."""
@@ -122,6 +122,8 @@ class Layout:
             kinds = "+".join(dict.fromkeys(d.kind.value for d in devices))
             size = self.replica[role]
             ranks = f"{len(devices)}" if size in (1, len(devices)) else f"{len(devices)} = {len(devices) // size} × {size}"
+            if role in self.meshes and size > 1:
+                ranks = f"{len(devices)} = {_product({axis: getattr(self.meshes[role], axis) for axis in AXES})}"
             rows.append((role, f"{kinds} {ranges([d.index for d in devices])}", ranks, shares or "-"))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)

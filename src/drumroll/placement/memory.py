@@ -14,8 +14,8 @@ from drumroll.models.shape import ModelShape
 
 ROWS = 1024
 """Rows of logits at a time: `models.head.ROWS`, which a test compares."""
-BUCKET = 64 * 2**20
-"""Bytes of a transfer bucket, unless one tensor is larger."""
+BUCKET = 32 * 2**20
+"""Bytes of a transfer bucket, unless one tensor is larger: `weights.BUCKET`, which a test compares."""
 WIDTH = {"float32": 4, "bfloat16": 2, "float64": 8}
 FLOAT32 = 4
 MOMENTS = 8
