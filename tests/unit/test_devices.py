@@ -64,10 +64,10 @@ def test_the_papers_layout():
     assert layout.sharing("actor", "judge") is Sharing.PART
     assert [[d.index for d in r] for r in layout.replicas("rollout")] == [[i, i + 1] for i in range(0, 12, 2)]
     assert layout.describe() == (
-        "role     devices     ranks       shares with\n"
-        "actor    cuda 0-15   16 = 2 × 8  rollout (part), judge (part)\n"
-        "rollout  cuda 0-11   12 = 6 × 2  actor (part)\n"
-        "judge    cuda 12-15  4           actor (part)"
+        "role     devices     ranks                                shares with\n"
+        "actor    cuda 0-15   16 = data 2 × pipeline 2 × tensor 4  rollout (part), judge (part)\n"
+        "rollout  cuda 0-11   12 = 6 × 2                           actor (part)\n"
+        "judge    cuda 12-15  4                                    actor (part)"
     )
 
 
