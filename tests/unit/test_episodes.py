@@ -255,7 +255,7 @@ def test_the_record_is_what_the_engine_saw(mode, template):
         for version in range(1, steps + 1):
             groups = await rollouts.take(rollout.prompts)
             weights = {n: p * 1.01 for n, p in model.module.state_dict().items() if n in dict(model.module.named_parameters())}
-            await asyncio.to_thread(engine.load, version, weights, recompute=True)
+            await asyncio.to_thread(engine.load, version, weights.items(), recompute=True)
             rollouts.publish(version)
             rollouts.trained(groups)
             taken += [s for g in groups for s in g.samples]
@@ -303,7 +303,7 @@ def test_a_turn_computes_only_what_is_new():
             assert computed == len(observation) + 1
         _, forked = await turn("fork", tokens[:60] + observation)
         assert forked == len(observation)
-        await asyncio.to_thread(engine.load, 1, dict(engine.model.module.named_parameters()), recompute=True)
+        await asyncio.to_thread(engine.load, 1, engine.model.module.named_parameters(), recompute=True)
         _, anew = await turn("anew", tokens + observation)
         assert anew == len(tokens) + len(observation)  # other weights: nothing cached counts any more
 
