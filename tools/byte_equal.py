@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 Recipe = dict[str, Any]
 TIMED = ("time/", "memory/", "rollout/tokens_per_s")
 SAMPLE = ("step", "kind", "id", "prompt_id", "completion", "stop", "fate", "reward", "rewards", "traces")
-RENAMED: dict[str, str] = {"algorithm.preset": "algorithm.recipe"}
+RENAMED: dict[str, str] = {}
 """Names of config keys and metrics: today's → those at the base commit; a key with its sections, as `algorithm.preset`."""
 
 
@@ -87,12 +87,9 @@ MERGED_FROM_COLUMNS = tuple(f"train/{name}" for name in ("behaviour_ratio", "cli
 CASES: dict[str, Case] = {
     "quickstart": Case("recipes/quickstart/recipe.yaml", ("steps=6", "deterministic=true", "threads=1")),
     "ppo": Case(
-        recipe(
-            algorithm={"preset": "ppo", "kl": 0.01},
-            roles={"actor": {"lora": {"rank": 4}}, "critic": {}},
-            optim={"lr": 1e-3, "minibatch": 16, "epochs": 2},
-        )
+        recipe(algorithm={"preset": "ppo", "kl": 0.01}, roles={"critic": {}}, optim={"lr": 1e-3, "minibatch": 16, "epochs": 2})
     ),
+    "lora": Case(recipe(roles={"actor": {"lora": {"rank": 4}}}, optim={"lr": 1e-3})),
     "filter": Case(recipe(rollout={"prompts": 8, "samples": 4, "max_tokens": 8, "filter": "zero_variance", "oversample": 2})),
     "trajectory": Case(lakes("trajectory")),
     "step": Case(lakes("step")),
