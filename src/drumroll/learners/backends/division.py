@@ -149,7 +149,7 @@ def _fill(module: nn.Module, source: BlockSource, division: Division, model: str
         block = division.piece(name, local_tensor(parameter))
         own = division.source_name(name)
         if own in source:
-            found = source.block(own, block.offsets, tuple(block.tensor.shape)).to(division.dtype)
+            found = source.block(own, block.shape, block.offsets, tuple(block.tensor.shape)).to(division.dtype)
         elif is_adapter(name):
             found = first_adapter(name, block.shape)[tuple(map(slice, block.offsets, _ends(block)))]
         elif isinstance(module, ValueModel) and not name.startswith(f"{BODY}."):

@@ -123,12 +123,11 @@ class TorchBackend:
         found: list[Numbers] = []
         with torch.no_grad():
             for micro in micro_batches:
-                self._check_stop()
-                if (inputs := self._inputs(micro, settings)) is None:
-                    found.append((torch.zeros(0),))
-                    continue
-                numbers = self._forward(inputs)
-                found.append(numbers if micro.mask.any() else (torch.zeros(0),))
+                with self.ranks.agreed(self.drop_gradients):
+                    self._check_stop()
+                    inputs = self._inputs(micro, settings)
+                numbers = None if inputs is None else self._forward(inputs)
+                found.append(numbers if numbers is not None and micro.mask.any() else (torch.zeros(0),))
         return found
 
     def _inputs(self, micro: Batch, settings: Settings) -> tuple[Any, ...] | None:
@@ -220,10 +219,11 @@ class TorchBackend:
         if self.divided is None:
             return float(torch.nn.utils.clip_grad_norm_(self.master, limit))
         division, squares = self.divided.division, torch.zeros(1, dtype=torch.float64)
-        for name, master in zip(self.names, self.master, strict=True):
-            assert master.grad is not None
-            squares += float(master.grad.norm()) ** 2 / division.copies(name)
-        norm = self.ranks.total(squares.to(self.device)).sqrt().item()
+        with self.ranks.computing():
+            for name, master in zip(self.names, self.master, strict=True):
+                assert master.grad is not None
+                squares += float(master.grad.norm()) ** 2 / division.copies(name)
+            norm = self.ranks.total(squares.to(self.device)).sqrt().item()
         for master in self.master:
             assert master.grad is not None
             master.grad.mul_(min(1.0, limit / (norm + 1e-6)))
