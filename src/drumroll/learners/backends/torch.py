@@ -128,6 +128,7 @@ class TorchBackend:
                     inputs = self._inputs(micro, settings)
                 numbers = None if inputs is None else self._forward(inputs)
                 found.append(numbers if numbers is not None and micro.mask.any() else (torch.zeros(0),))
+        self._release_gathered()
         return found
 
     def _inputs(self, micro: Batch, settings: Settings) -> tuple[Any, ...] | None:
@@ -203,6 +204,12 @@ class TorchBackend:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
 
+    def _release_gathered(self) -> None:
+        """Drop whole parameters that FSDP keeps after a forward pass: without a backward pass they take memory, and grow stale."""
+        for part in self.scorer.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
     def _recomputing(self, on: bool) -> None:
         """Layers that recompute activations do so in training mode only; all others, dropout among them, never leave eval."""
         for layer in self._model.module.modules():
@@ -275,6 +282,7 @@ class TorchBackend:
     def load(self, folder: FilePath) -> None:
         assert self.optimizer is not None, "a frozen role has no state"
         load_checkpoint(folder, self.pieces(), self.master, self.optimizer)
+        self._release_gathered()
         self._refresh_working()
 
     def export(self, folder: FilePath) -> None:
