@@ -1,5 +1,6 @@
 """A rank that fails or hangs while ranks divide a model ends the wait of its peer, and each says why."""
 
+import itertools
 import time
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 import torch.distributed as dist
 from forked import RankPool, run_ranks
 from test_batch import random_groups
-from test_parallel import OPTIM, Matrix
+from test_parallel import Matrix
 
 from drumroll.algorithms.aggregations import Shares
 from drumroll.algorithms.losses import SFTLoss
 from drumroll.batch import pack
+from drumroll.config.optim import OptimConfig
 from drumroll.config.roles import ParallelConfig
 from drumroll.errors import Interrupted, PeerFailed
 from drumroll.learners import Learner, Update
@@ -29,11 +31,24 @@ PATIENCE = 600.0
 """Seconds of a collective: a peer that waits for this deadline does not answer in time for the test."""
 DEADLINE = 3.0
 """Seconds of a collective where a rank hangs."""
+OPTIM = OptimConfig(lr=1e-3, minibatch=12, micro_tokens=12)
+"""Two minibatches of several micro-batches on every rank."""
 LAYOUTS = {"shard 2": {"shard": 2}, "tensor 2": {"tensor": 2}}
 
 FINE = (None, "")
 """How a call ends that does not fail."""
-VOTED = ("minibatches", "share", "inputs", "loss", "interrupt", "infer share", "infer inputs", "infer interrupt")
+VOTED = (
+    "minibatches",
+    "share",
+    "inputs",
+    "loss",
+    "second loss",
+    "local second loss",
+    "interrupt",
+    "infer share",
+    "infer inputs",
+    "infer interrupt",
+)
 """Where ranks vote: all go on as if nothing had happened."""
 LEFT = ("forward", "backward", "layer backward", "sum", "clip", "step", "weights", "infer forward", "frozen forward")
 """Where ranks compute together: who fails leaves."""
@@ -58,6 +73,9 @@ def plant(patch, learner, where, harm=fail):
     layer = next(m for m in backend.scorer.modules() if type(m).__name__.endswith("DecoderLayer"))
     if last == "interrupt":
         learner.interrupt()
+    elif "second" in where:  # after a backward pass
+        losses = iter([learner._loss])
+        patch.setattr(learner, "_loss", lambda *given: next(losses, harm)(*given))
     elif where == "layer backward":
         layer.mlp.register_forward_hook(fail_in_backward)
     elif where == "sum":
@@ -98,9 +116,10 @@ def join(number, port, layout, seconds):
     return Ranks.meet(mesh, rendezvous, device="cpu", seconds=seconds, patience=PATIENCE)
 
 
-def open_learner(ranks, folder, frozen=False):
-    mesh, optim = ranks.mesh, None if frozen else OPTIM
-    parallel = ParallelConfig(data=mesh.data, shard=mesh.shard, tensor=mesh.tensor)
+def open_learner(ranks, folder, where=""):
+    mesh, optim = ranks.mesh, None if "frozen" in where else OPTIM
+    accumulate = "local" if "local" in where else "sharded"
+    parallel = ParallelConfig(data=mesh.data, shard=mesh.shard, tensor=mesh.tensor, accumulate=accumulate)
     return Learner(open_backend(LearnerSpec(folder, LogProbHead(), ranks, optim, parallel=parallel)), OPTIM)
 
 
@@ -117,18 +136,18 @@ def work(seed):
     return Update(pack(random_groups(seed=seed)), SFTLoss(), Shares("token_mean"))
 
 
-def rank(number, port, layout, folder, where=None, harm=fail, seconds=PATIENCE):
+def rank(number, port, layout, folder, where="", harm=fail, seconds=PATIENCE):
     """Fail on rank 0, then work on: how all calls ended, and the weights at the end."""
     ranks = join(number, port, layout, seconds)
-    learner = open_learner(ranks, folder, frozen=bool(where) and where.startswith("frozen"))
+    learner = open_learner(ranks, folder, where)
     ends = []
-    if where is not None:
+    if where in (*VOTED, *LEFT):
         with pytest.MonkeyPatch.context() as patch:
             if number == 0:
                 plant(patch, learner, where, harm)
             ends.append(attempt(act, learner, work(1), where))
         learner.backend.stop.clear()
-    if not ends or ends[0][0] is Interrupted or where in VOTED:
+    if where not in LEFT:
         learner.update(work(2))
         return ends, {name: tensor.clone() for name, tensor in learner.weights()}
     ends.append(attempt(learner.infer, work(2).batch))
@@ -156,18 +175,20 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(folder, both_ranks):
-    """The weights after an update without a failure before it, by layout."""
-    return {layout: both_ranks(rank, layout, folder)[0][1] for layout in LAYOUTS}
+    """The weights after an update without a failure before it, by layout and where gradients accumulate."""
+    choices = itertools.product(LAYOUTS, ("sharded", "local"))
+    return {(layout, choice): both_ranks(rank, layout, folder, choice)[0][1] for layout, choice in choices}
 
 
 @pytest.mark.parametrize("where", VOTED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_failure_on_which_ranks_vote_leaves_nothing_behind(layout, where, folder, both_ranks, undisturbed):
+    truth = undisturbed[layout, "local" if "local" in where else "sharded"]
     for number, (ends, weights) in enumerate(both_ranks(rank, layout, folder, where)):
         own = Interrupted if "interrupt" in where else MemoryError
         assert [kind for kind, _ in ends] == [own if number == 0 else Interrupted]
-        assert weights.keys() == undisturbed[layout].keys()
-        assert all(torch.equal(tensor, undisturbed[layout][name]) for name, tensor in weights.items())
+        assert weights.keys() == truth.keys()
+        assert all(torch.equal(tensor, truth[name]) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("where", LEFT)

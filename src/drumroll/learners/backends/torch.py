@@ -24,7 +24,7 @@ from drumroll.config.optim import OptimConfig
 from drumroll.config.roles import ParallelConfig
 from drumroll.errors import Interrupted
 from drumroll.learners.backend import BACKENDS, Count, LearnerSpec, LossFunction, Numbers
-from drumroll.learners.backends.division import Division, open_divided
+from drumroll.learners.backends.division import Division, drop_accumulated, open_divided
 from drumroll.learners.checkpoint import Snapshot
 from drumroll.learners.checkpoint import load as load_checkpoint
 from drumroll.learners.heads import Head, LogProbHead, Settings, ValueHead
@@ -248,6 +248,7 @@ class TorchBackend:
     def drop_gradients(self) -> None:
         for tensor in (*self.master, *self.parameters):
             tensor.grad = None
+        drop_accumulated(self.scorer)
 
     def _refresh_working(self) -> None:
         with torch.no_grad():
