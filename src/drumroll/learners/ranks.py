@@ -102,10 +102,6 @@ class Ranks:
         if not self.met:
             return number
         with self.failing_together():
-            if self.group is None:
-                raise PeerFailed(
-                    f"Rank {self.mesh.rank} of {self.mesh.size} has left its peers after a failure; start the run again."
-                )
             told = torch.tensor([number], device=takes(dist.get_backend(self.group)))
             self._reduce(told, dist.ReduceOp.MAX, self.group)
             return int(told.item())
@@ -131,6 +127,10 @@ class Ranks:
     @contextmanager
     def failing_together(self) -> Iterator[None]:
         """If the block fails here, leave all groups, so that peers waiting in a collective fail at once."""
+        if self.met and self.group is None:
+            raise PeerFailed(
+                f"Rank {self.mesh.rank} of {self.mesh.size} has left its peers after a failure; start the run again."
+            )
         try:
             yield
         except BaseException as error:

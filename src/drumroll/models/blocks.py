@@ -27,8 +27,8 @@ class BlockSource(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
-    def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Read a block of a tensor."""
+    def block(self, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Read a block of a tensor of this whole shape."""
         ...
 
 
@@ -41,7 +41,7 @@ class BlocksInMemory:
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
-    def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    def block(self, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         return self.tensors[name][_slices(offsets, sizes)]
 
 
@@ -56,16 +56,17 @@ class BlocksInFiles:
     def __contains__(self, name: str) -> bool:
         return name in self.file_of
 
-    def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    def block(self, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         from safetensors import safe_open
 
         file = self.file_of[name]
         if file not in self._open:
             self._open[file] = safe_open(self.folder / file, framework="pt")
         found = self._open[file].get_slice(name)
-        shape, ends = found.get_shape(), [o + s for o, s in zip(offsets, sizes, strict=True)]
-        if len(shape) != len(ends) or any(end > size for end, size in zip(ends, shape, strict=True)):
-            raise ModelError(f"model: {self.folder}: {name} has the shape {shape}, but the config says at least {ends}.")
+        if found.get_shape() != list(shape):
+            raise ModelError(
+                f"model: {self.folder}: {name} has the shape {found.get_shape()}, but the config says {list(shape)}."
+            )
         return found[_slices(offsets, sizes)] if len(shape) else found[...]
 
 

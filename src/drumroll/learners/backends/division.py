@@ -133,6 +133,16 @@ def _shard(scorer: nn.Module, layers: Iterable[nn.Module], ranks: Ranks, paralle
         unit.set_force_sum_reduction_for_comms(True)
 
 
+def drop_accumulated(scorer: nn.Module) -> None:
+    """Forget gradients that FSDP accumulates whole on each rank until the last micro-batch; it has no public call for it."""
+    for part in scorer.modules():
+        group: Any = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
+        for parameter in () if group is None else group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                whole.grad = None
+
+
 def _device_mesh(ranks: Ranks) -> DeviceMesh:
     """The ranks with this one's `tensor` coordinate, as FSDP sees them: replicas × shards, or shards alone."""
     mesh, kind = ranks.mesh, accelerator.takes(dist.get_backend(ranks.group))
@@ -149,7 +159,7 @@ def _fill(module: nn.Module, source: BlockSource, division: Division, model: str
         block = division.piece(name, local_tensor(parameter))
         own = division.source_name(name)
         if own in source:
-            found = source.block(own, block.offsets, tuple(block.tensor.shape)).to(division.dtype)
+            found = source.block(own, block.shape, block.offsets, tuple(block.tensor.shape)).to(division.dtype)
         elif is_adapter(name):
             found = first_adapter(name, block.shape)[tuple(map(slice, block.offsets, _ends(block)))]
         elif isinstance(module, ValueModel) and not name.startswith(f"{BODY}."):

@@ -24,7 +24,7 @@ from drumroll.config.optim import OptimConfig
 from drumroll.config.roles import ParallelConfig
 from drumroll.errors import Interrupted
 from drumroll.learners.backend import BACKENDS, Count, LearnerSpec, LossFunction, Numbers
-from drumroll.learners.backends.division import Division, open_divided
+from drumroll.learners.backends.division import Division, drop_accumulated, open_divided
 from drumroll.learners.checkpoint import Snapshot
 from drumroll.learners.checkpoint import load as load_checkpoint
 from drumroll.learners.heads import Head, LogProbHead, Settings, ValueHead
@@ -123,12 +123,12 @@ class TorchBackend:
         found: list[Numbers] = []
         with torch.no_grad():
             for micro in micro_batches:
-                self._check_stop()
-                if (inputs := self._inputs(micro, settings)) is None:
-                    found.append((torch.zeros(0),))
-                    continue
-                numbers = self._forward(inputs)
-                found.append(numbers if micro.mask.any() else (torch.zeros(0),))
+                with self.ranks.agreed(self.drop_gradients):
+                    self._check_stop()
+                    inputs = self._inputs(micro, settings)
+                numbers = None if inputs is None else self._forward(inputs)
+                found.append(numbers if numbers is not None and micro.mask.any() else (torch.zeros(0),))
+        self._release_gathered()
         return found
 
     def _inputs(self, micro: Batch, settings: Settings) -> tuple[Any, ...] | None:
@@ -204,6 +204,12 @@ class TorchBackend:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
 
+    def _release_gathered(self) -> None:
+        """Drop whole parameters that FSDP keeps after a forward pass: without a backward pass they take memory, and grow stale."""
+        for part in self.scorer.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
     def _recomputing(self, on: bool) -> None:
         """Layers that recompute activations do so in training mode only; all others, dropout among them, never leave eval."""
         for layer in self._model.module.modules():
@@ -220,10 +226,11 @@ class TorchBackend:
         if self.divided is None:
             return float(torch.nn.utils.clip_grad_norm_(self.master, limit))
         division, squares = self.divided.division, torch.zeros(1, dtype=torch.float64)
-        for name, master in zip(self.names, self.master, strict=True):
-            assert master.grad is not None
-            squares += float(master.grad.norm()) ** 2 / division.copies(name)
-        norm = self.ranks.total(squares.to(self.device)).sqrt().item()
+        with self.ranks.computing():
+            for name, master in zip(self.names, self.master, strict=True):
+                assert master.grad is not None
+                squares += float(master.grad.norm()) ** 2 / division.copies(name)
+            norm = self.ranks.total(squares.to(self.device)).sqrt().item()
         for master in self.master:
             assert master.grad is not None
             master.grad.mul_(min(1.0, limit / (norm + 1e-6)))
@@ -241,6 +248,7 @@ class TorchBackend:
     def drop_gradients(self) -> None:
         for tensor in (*self.master, *self.parameters):
             tensor.grad = None
+        drop_accumulated(self.scorer)
 
     def _refresh_working(self) -> None:
         with torch.no_grad():
@@ -275,6 +283,7 @@ class TorchBackend:
     def load(self, folder: FilePath) -> None:
         assert self.optimizer is not None, "a frozen role has no state"
         load_checkpoint(folder, self.pieces(), self.master, self.optimizer)
+        self._release_gathered()
         self._refresh_working()
 
     def export(self, folder: FilePath) -> None:
