@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import run_ranks
-from live_memory import LiveMemory
+from live_memory import LiveMemory, held
 from test_memory import batch, work_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -131,9 +131,7 @@ def update(rank, folder, layers, options):
     made = batch(2 * RANKS, 4, 1000, 3000, 500)
     work = Update(made, PolicyLoss(AlgorithmConfig()), Shares("token_mean"))
     learner.update(work)
-    moments = [value for each in backend.optimizer.state.values() for value in each.values()]
-    held = [*backend.scorer.parameters(), *backend.scorer.buffers(), *moments]
-    with LiveMemory(held) as live, Collectives() as collectives:
+    with LiveMemory(held(learner)) as live, Collectives() as collectives:
         learner.update(work)
     actor, mesh = recipe.roles.actor, Mesh(shard=RANKS)
     how = Training(
