@@ -190,7 +190,7 @@ def prediction(given: argparse.Namespace) -> None:
     assert shape is not None
     for name, (layout, options) in LAYOUTS.items():
         mesh = Mesh(**layout)
-        work = update_of(4 * mesh.shares, 4, 32, 64)
+        work = update_of(6 * mesh.shares, 4, 32, 64)  # two equal micro-batches: the plan adds the gradient of an earlier one
         share = work.batch.select(work.batch.shares(mesh.shares)[0])
         predicted = predicted_peak(shape, Training(mesh=mesh, **options), work_of(share, OPTIM.micro_tokens))
         with ranks() as made:
