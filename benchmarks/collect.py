@@ -29,6 +29,7 @@ BENCHMARKS = (
     "scheduler.py",
     "weights.py",
     "transfer.py",
+    "parallel.py",
     "cluster.py",
     "environments.py",
     "rewards.py",

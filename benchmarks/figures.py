@@ -19,7 +19,8 @@ TRIES, SIZES = 5, (1024, 2048)
 
 def figure(name: str, value: float, unit: str, *, goal: float | None = None, at_most: bool = False, **facts: Any) -> None:
     """Print a figure; `holds` says whether it meets its goal."""
-    line: dict[str, Any] = {"figure": name, "value": round(value, 6), "unit": unit}
+    shown = round(value, 6) if abs(value) >= 0.001 else float(f"{value:.3g}")
+    line: dict[str, Any] = {"figure": name, "value": shown, "unit": unit}
     if goal is not None:
         line |= {"goal": goal, "holds": value <= goal if at_most else value >= goal}
     print(json.dumps(line | facts), flush=True)

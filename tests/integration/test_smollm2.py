@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,3 +93,11 @@ def test_greedy_is_that_of_transformers_on_200_prompts(folder, model):
                 break  # from here on the two may go apart
             assert token == best.indices[i, 0], (prompt, i)
     assert ties <= 5
+
+
+def test_two_shards_load_with_far_less_memory_than_one_process(folder, monkeypatch):
+    """Anonymous memory at its peak, above that after the imports."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import parallel
+
+    assert parallel.load_peak({"shard": 2}, str(folder)) <= 0.75 * parallel.load_peak({}, str(folder))

@@ -1,4 +1,4 @@
-"""The peak of live tensor bytes in one process, for tests that compare it with the prediction of `placement/memory.py`."""
+"""Bytes of tensors in one process: the peak of live ones, to compare with `placement/memory.py`, and a learner's state."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
+
+from drumroll.learners import Learner, Update
+from drumroll.learners.backends.torch import TorchBackend
 
 
 class LiveMemory(TorchDispatchMode):
@@ -57,3 +60,34 @@ class LiveMemory(TorchDispatchMode):
     def _measure(self, at: str) -> None:
         if (live := self.live) > self.peak:
             self.peak, self.at = live, at
+
+
+def held(learner: Learner) -> list[Tensor]:
+    """The tensors that a learner keeps between updates."""
+    backend = learner.backend
+    assert isinstance(backend, TorchBackend)
+    return [*backend.scorer.parameters(), *backend.scorer.buffers(), *backend.master, *_moments(backend)]
+
+
+def _moments(backend: TorchBackend) -> list[Tensor]:
+    assert backend.optimizer is not None
+    return [value for state in backend.optimizer.state.values() for value in state.values()]
+
+
+def state_bytes(learner: Learner, work: Update) -> int:
+    """The bytes of master weights, moments and gradients when an update clips the gradient."""
+    backend, found = learner.backend, list[int]()
+    assert isinstance(backend, TorchBackend)
+    clip = backend.clip
+
+    def spy(limit: float) -> float:
+        gradients = [master.grad for master in backend.master if master.grad is not None]
+        found.append(LiveMemory([*backend.master, *gradients, *_moments(backend)]).live)
+        return clip(limit)
+
+    backend.clip = spy
+    try:
+        learner.update(work)
+    finally:
+        backend.clip = clip
+    return max(found)
