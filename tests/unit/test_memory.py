@@ -383,6 +383,14 @@ def test_a_micro_batch_is_never_larger_than_a_ranks_share():
     assert not largest_work(few, "actor", Mesh(shard=8)).several
 
 
+def test_tensor_needs_a_plan_for_the_family():
+    config = seven(**{"roles.actor.parallel": "{tensor: 2}", "model": "Qwen/Qwen3-30B-A3B-Base"})
+    with pytest.raises(
+        ConfigError, match=r"tensor 2 divides no models of type 'qwen3_moe' \(Qwen/Qwen3-30B-A3B-Base\); use shard"
+    ):
+        arrange(config, pool_of(config, 8), ())
+
+
 def test_tensor_must_divide_the_heads():
     config = seven(**{"roles.actor.parallel": "{tensor: 8}"})
     with pytest.raises(ConfigError) as caught:

@@ -75,6 +75,8 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
 class ModelShape:
     """Parameters by kind and widths of a causal language model or a sequence classifier."""
 
+    family: str
+    """The model type, as transformers names it."""
     parameters: int
     """All parameters; tied weights count once."""
     embedding: int
@@ -159,6 +161,7 @@ def measure(module: Any) -> ModelShape:
     visits = (getattr(config, "num_experts_per_tok", None) or 0) if any("expert" in name for name in mlp) else 0
     width = _mlp_width(config, visits)
     return ModelShape(
+        family=config.model_type,
         parameters=sum(p.numel() for p in parameters),
         embedding=embedding.numel(),
         head=head,

@@ -12,6 +12,7 @@ from drumroll.config.accelerators import USUAL
 from drumroll.config.roles import LearnerRole
 from drumroll.errors import ConfigError
 from drumroll.models.shape import find_shape
+from drumroll.models.tensor_parallel import FAMILIES
 from drumroll.placement.devices import DeviceRequest, Kind, Layout, Pool, lay_out
 
 
@@ -53,13 +54,18 @@ def check_meshes(config: RunConfig, layout: Layout) -> None:
     """Refuse a `tensor` that does not divide the heads of a role's model, if the shape of the model is known."""
     for role, mesh in layout.meshes.items():
         if mesh.tensor > 1:
-            _check_heads(config, role, mesh.tensor, mesh.size // mesh.shard)
+            _check_tensor(config, role, mesh.tensor, mesh.size // mesh.shard)
 
 
-def _check_heads(config: RunConfig, role: str, tensor: int, devices: int) -> None:
-    """Each device computes as many heads, and key-value heads, as the others."""
+def _check_tensor(config: RunConfig, role: str, tensor: int, devices: int) -> None:
+    """The family has a plan, and each device computes as many heads, and key-value heads, as the others."""
     name = getattr(config.roles, role).model or config.model
     shape = find_shape(name)
+    if shape is not None and config.roles.actor.backend == "torch" and shape.family not in FAMILIES:
+        raise ConfigError(
+            f"roles.{role}.parallel: tensor {tensor} divides no models of type '{shape.family}' ({name}); use shard, or one of the types "
+            f"{', '.join(sorted(FAMILIES))}."
+        )
     if shape is None or (shape.heads % tensor == 0 and shape.kv_heads % tensor == 0):
         return
     most = math.gcd(shape.heads, shape.kv_heads)
