@@ -312,7 +312,7 @@ def test_a_learner_backend(beside, small, untimed):
     run = package.train(path)
     assert [rate for _, rate in sys.modules[name].STEPS] == [1e-3] * 4
     assert untimed(run) == untimed(package.train(small(name="torch", **same)))
-    with pytest.raises(ConfigError, match=r"roles.actor.backend.*'torch', or your own backend as module:function.*torhc"):
+    with pytest.raises(ConfigError, match=r"roles.actor.backend.*'torch'.*, or your own backend as module:function.*torhc"):
         package.train(small(name="wrong", roles={"actor": {"backend": "torhc"}}))
 
 

@@ -1,5 +1,6 @@
 """Checkpoints are saved by any number of ranks and loaded by any other, bit for bit, or refused in one sentence."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -19,14 +20,16 @@ from torch.nn import Parameter
 
 from drumroll.errors import StoreError
 from drumroll.learners import checkpoint
-from drumroll.learners.checkpoint import Snapshot, load
-from drumroll.learners.pieces import Piece
+from drumroll.learners.checkpoint import MOMENTS, Snapshot, adamw_state, load, set_adamw_state
+from drumroll.learners.pieces import Block, Piece, cut
 
 BETAS = (0.8, 0.9)
 
 
 class Rank:
     """One rank's masters of a model of named tensors, cut into rows and columns, and their AdamW."""
+
+    flat = False
 
     def __init__(self, number, whole, rows, columns, replicas=1):
         grid = list(itertools.product(range(replicas), range(rows), range(columns)))
@@ -76,10 +79,28 @@ class Rank:
                     own.copy_(self.cut(name, value.square()))
 
     def save(self, folder):
-        Snapshot.take(self.number, self.pieces(), list(self.masters.values()), self.optimizer).write(folder)
+        moments, step = adamw_state(self.optimizer, list(self.masters.values()))
+        Snapshot.take(self.number, self.pieces_of(moments), step).write(folder)
 
     def load(self, folder):
-        load(folder, self.pieces(), list(self.masters.values()), self.optimizer)
+        masters = list(self.masters.values())
+        moments = {key: [torch.zeros_like(master) for master in masters] for key in MOMENTS}
+        set_adamw_state(self.optimizer, masters, moments, load(folder, self.pieces_of(moments)))
+
+    def pieces_of(self, moments):
+        """The rank's whole state; a `flat` rank holds runs of elements, as ZeRO does, which are cut into pieces."""
+        pieces = self.pieces()
+        found = {"master": pieces} | {
+            key: [dataclasses.replace(p, tensor=t) for p, t in zip(pieces, of, strict=True)] for key, of in moments.items()
+        }
+        return {key: [part for piece in of for part in self.runs(piece)] for key, of in found.items()}
+
+    def runs(self, piece):
+        if not self.flat or not piece.tensor.numel():
+            return [piece]
+        block = Block(piece.name, piece.shape, piece.offsets, tuple(piece.tensor.shape))
+        flat, middle = piece.tensor.view(-1), piece.tensor.numel() // 2
+        return cut([block], 0, flat[:middle], first=piece.first) + cut([block], middle, flat[middle:], first=piece.first)
 
     def state(self):
         return [
@@ -115,6 +136,8 @@ def test_saved_under_one_division_and_loaded_under_another(shapes, saved, loaded
     try:
         for rank in [*before, *expected]:
             rank.fill(1, 2, 3)
+        for rank in [*before, *after]:
+            rank.flat = rank.number % 2 == 1
         for rank in reversed(before):  # in any order
             rank.save(folder)
         for rank in after:

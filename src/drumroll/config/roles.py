@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from drumroll.config.engines import known_backend
+from drumroll.config.learners import AXES, known_learner
 from drumroll.config.optim import OptimConfig
 from drumroll.config.section import Section
 
@@ -17,16 +18,11 @@ BUILT_IN_MODELS = ("tiny", "tiny-random", "tiny-even", "tiny-even-random")
 
 LearnerRole = Literal["actor", "reference", "teacher", "critic"]
 """Roles that compute gradients or log-probs."""
-LEARNER_BACKENDS = ("torch",)
-"""The built-in backends of learners (`learners/backends/`)."""
-"""What `devices` may name on the local runtime, where all roles are in one process."""
 
 
-def known_learner(backend: str) -> str:
-    """Refuse a name that is neither a built-in learner backend nor an import path."""
-    if backend not in LEARNER_BACKENDS and ":" not in backend:
-        raise ValueError(f"input should be {' or '.join(map(repr, LEARNER_BACKENDS))}, or your own backend as module:function")
-    return backend
+def known_or_none(backend: str | None) -> str | None:
+    """The same where the default is another role's."""
+    return None if backend is None else known_learner(backend)
 
 
 def _devices(devices: int | str | None) -> int | str | None:
@@ -54,20 +50,44 @@ class ParallelConfig(Section):
     """How the devices of a training role divide its work: numbers of devices, which multiply to those that the role has."""
 
     data: int | None = Field(None, ge=1)
-    """Replicas, each on shard × tensor devices and with its own part of every batch. Default: as many as the devices hold."""
+    """Replicas, each on shard × pipeline × context × tensor devices and with its own part of every batch. Default: as many as the devices hold."""
     shard: int = Field(1, ge=1)
     """Devices that share one replica's weights, gradients and optimizer state (FSDP, ZeRO-3), each with its own part of every batch."""
+    pipeline: int = Field(1, ge=1)
+    """megatron: devices that each hold some of the layers; micro-batches go from one to the next."""
+    context: int = Field(1, ge=1)
+    """torch: devices that compute the same sequences, each with a part of the tokens (Ulysses): for long sequences."""
     tensor: int = Field(1, ge=1)
     """Devices that compute every layer together, each with a part of its heads, columns and vocabulary."""
+    expert: int = Field(1, ge=1)
+    """megatron: devices over which the experts of a layer are spread. It takes no devices of its own: it regroups those of data × tensor."""
     reshard: bool = True
-    """shard: free a layer's gathered weights after its forward pass, and gather them again for the backward pass: less memory, more traffic."""
+    """torch, shard: free a layer's gathered weights after its forward pass, and gather them again for the backward pass: less memory, more traffic."""
     accumulate: Literal["sharded", "local"] = "sharded"
-    """shard: sum gradients over ranks after every micro-batch, or (`local`) after the last one only: less traffic, but whole gradients on every rank."""
+    """torch, shard: sum gradients over ranks after every micro-batch, or (`local`) after the last one only: less traffic, but whole gradients on every rank."""
+    sequence: bool = True
+    """megatron, tensor: divide norms and states between layers by tokens (sequence parallelism): less memory for the same traffic."""
+    zero: Literal[2, 3] = 3
+    """deepspeed: divide optimizer state and gradients (2), or weights too (3)."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """deepspeed: keep the optimizer's state, or also the weights (`all`, with zero: 3), in host memory."""
+
+    @model_validator(mode="after")
+    def _weights_follow(self) -> Self:
+        if self.offload == "all" and self.zero == 2:
+            raise ValueError(
+                "offload: all needs zero: 3, because with zero: 2 every device holds whole weights; offload: optimizer works"
+            )
+        return self
 
     def sizes(self) -> dict[str, int]:
         """The axes of more than one device."""
-        sizes = {"data": self.data or 1, "shard": self.shard, "tensor": self.tensor}
+        sizes = {axis: getattr(self, axis) or 1 for axis in AXES if axis != "expert"}
         return {axis: size for axis, size in sizes.items() if size > 1}
+
+    def asked(self) -> list[str]:
+        """The fields that are not as their defaults."""
+        return [field for field in type(self).model_fields if getattr(self, field) != getattr(ParallelConfig(), field)]
 
 
 class ActorRole(Section):
@@ -76,7 +96,7 @@ class ActorRole(Section):
     model: str | None = None
     """Model of this role: a built-in (tiny, tiny-even, tiny-random, tiny-even-random), a Hugging Face directory or hub id. Default: the top-level `model`."""
     backend: Annotated[str, AfterValidator(known_learner)] = "torch"
-    """What trains it, and computes what the reference, teacher and critic compute. `torch`: plain PyTorch, divided over its devices as `parallel` says; or your own as `module:function`."""
+    """What trains it, divided over its devices as `parallel` says. `torch`: plain PyTorch. `megatron`: Megatron-Core, for pipelines and experts. `deepspeed`: ZeRO. Or your own as `module:function`."""
     devices: Devices = None
     """On ray, devices of the pool: a range (`0-11`, `"0-7,12-15"`, device 3 alone is `3-3`) or a count (`4`); `auto` takes all. On local: `cpu`, or an accelerator such as `cuda` or `cuda:1`; `auto` takes the accelerator where there is one."""
     dtype: Dtype = "float32"
@@ -103,10 +123,12 @@ class CriticRole(Section):
 
     model: str | None = None
     """Model its body starts from. Default: the top-level `model`."""
+    backend: Annotated[str | None, AfterValidator(known_or_none)] = None
+    """What trains it, as for the actor. Default: the actor's."""
     devices: Devices = None
     """On ray a range, a count, or a role to share with; on local `cpu`, or an accelerator such as `cuda` or `cuda:1`. Default: the actor's."""
     parallel: ParallelConfig | None = None
-    """As for the actor. Default: the actor's `shard` and `tensor`."""
+    """As for the actor. Default: the actor's, without its `data`, if the backend is the same."""
     dtype: Dtype = "float32"
     """As for the actor."""
     recompute_activations: bool = False
@@ -139,10 +161,12 @@ class ReferenceRole(Section):
 
     model: str | None = None
     """Model of this role. Default: the top-level `model`."""
+    backend: Annotated[str | None, AfterValidator(known_or_none)] = None
+    """What computes it, as for the actor. Default: the actor's."""
     devices: Devices = None
     """On ray a range, a count, or a role to share with; on local `cpu`, or an accelerator such as `cuda` or `cuda:1`. Default: the actor's."""
     parallel: ParallelConfig | None = None
-    """As for the actor. Default: the actor's `shard` and `tensor`."""
+    """As for the actor. Default: the actor's, without its `data`, if the backend is the same."""
     dtype: Dtype | None = None
     """Type of its weights. Default: the actor's, so that the KL of a policy to itself is 0."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 from typing_extensions import override
@@ -16,6 +16,7 @@ from drumroll.config.data import DataConfig, DatasetConfig
 from drumroll.config.engines import ENGINES, EngineTraits, traits_of
 from drumroll.config.environment import NONE, EnvironmentConfig
 from drumroll.config.eval import EvalConfig
+from drumroll.config.learners import learner_traits, who_takes
 from drumroll.config.optim import OptimConfig
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig, RewardSpec, normalise
 from drumroll.config.roles import LearnerRole, ParallelConfig, RolesConfig
@@ -95,6 +96,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         self._check_mixture()
+        self._check_learners()
         self._check_devices()
         if self.roles.rollout.backend in ENGINES:  # a user's engine is imported, and checked, only by verbs that run it
             self._check_engine()
@@ -144,6 +146,17 @@ class RunConfig(Section):
                     "set cluster.runtime: ray"
                 )
 
+    def _check_learners(self) -> None:
+        """Refuse ways to divide a role that its backend does not know."""
+        for role in get_args(LearnerRole):
+            backend = self.learner_backend(role)
+            traits, parallel = learner_traits(backend), getattr(self.roles, role).parallel
+            for name in () if parallel is None else parallel.asked():
+                if name not in (*traits.axes, *traits.choices):
+                    raise ValueError(
+                        f"roles.{role}.parallel.{name} needs `backend: {who_takes(name)}`; roles.{role}.backend is {backend}"
+                    )
+
     def _check_engine(self) -> None:
         """Refuse what the engine backend does not support, by its traits."""
         role, traits = self.roles.rollout, self.engine_traits()
@@ -180,9 +193,15 @@ class RunConfig(Section):
         return getattr(self.roles, role).model or self.model
 
     def parallel(self, role: LearnerRole) -> ParallelConfig:
-        """How the devices of a training role divide its work: by its own section, else by the actor's `shard` and `tensor`."""
+        """How the devices of a training role divide its work: by its own section, else as the actor's, if they have one backend."""
         own: ParallelConfig | None = getattr(self.roles, role).parallel
+        if own is None and self.learner_backend(role) != self.roles.actor.backend:
+            return ParallelConfig()
         return self.roles.actor.parallel.model_copy(update={"data": None}) if own is None else own
+
+    def learner_backend(self, role: LearnerRole | str) -> str:
+        """What trains a role, or computes its log-probs: its own backend, else the actor's."""
+        return getattr(self.roles, role).backend or self.roles.actor.backend
 
     def engine_traits(self) -> EngineTraits:
         """What the engine backend supports; imports an engine of the user's own."""

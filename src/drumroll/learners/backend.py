@@ -134,5 +134,5 @@ class LearnerSpec:
 
 
 BACKENDS: Registry[Callable[[LearnerSpec], Backend]] = Registry("roles.actor.backend")
-"""Functions that open a backend. Traits: `shares_weights` (engines of its process can generate with its working weights),
-`adapters` (it trains LoRA adapters). A plain function named as `module:function` has all of them."""
+"""Functions that open a backend. `config/learners.py` says what each supports; one of your own registers with the traits that it
+lacks, for example `adapters=False`. A plain function named as `module:function` has all of them."""

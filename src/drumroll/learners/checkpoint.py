@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +45,9 @@ FILE_BYTES = 2**27
 """The size at which a rank begins its next file. While one is made, other threads wait: safetensors holds Python's lock."""
 
 
+State = Mapping[str, Sequence[Piece]]
+"""What a rank holds of the master weights and of AdamW's moments, by the folder that holds them in a checkpoint."""
+
 # --- saving ---
 
 
@@ -57,16 +61,10 @@ class Snapshot:
     blocks: Mapping[str, Sequence[Piece]]  # by folder; those that this rank writes
 
     @classmethod
-    def take(cls, rank: int, pieces: Sequence[Piece], masters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> Snapshot:
-        """Copy what this rank writes: of each piece the master weights, and the moments of the master that it shows."""
-        states = [optimizer.state.get(master, {}) for master in masters]
-        blocks = {MASTER: [_copy(piece, piece.tensor) for piece in pieces if _writes(piece)]}
-        for key in MOMENTS:
-            chosen = [(p, s[key]) for p, s in zip(pieces, states, strict=True) if key in s and _writes(p)]
-            blocks[key] = [_copy(piece, moment) for piece, moment in chosen]
-        counts = {float(state["step"]) for state in states if "step" in state}
-        assert len(counts) <= 1, f"all tensors take the same steps, these took {counts}"
-        return cls(rank, {piece.name: piece.shape for piece in pieces}, max(counts, default=0.0), blocks)
+    def take(cls, rank: int, state: State, step: float, shapes: Mapping[str, Sequence[int]] | None = None) -> Snapshot:
+        """Copy what this rank writes. `shapes` are needed where the first rank does not hold a piece of every tensor."""
+        blocks = {folder: [_copy(piece) for piece in pieces if _writes(piece)] for folder, pieces in state.items()}
+        return cls(rank, shapes or {piece.name: piece.shape for piece in state[MASTER]}, step, blocks)
 
     def write(self, folder: Path) -> None:
         """Write the blocks below a folder that exists; the first rank also describes all tensors."""
@@ -82,27 +80,39 @@ def _writes(piece: Piece) -> bool:
     return piece.first and piece.tensor.numel() > 0
 
 
-def _copy(piece: Piece, tensor: Tensor) -> Piece:
-    return replace(piece, tensor=tensor.detach().to("cpu", copy=True).contiguous())
+def _copy(piece: Piece) -> Piece:
+    return replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True).contiguous())
 
 
 def _write(folder: Path, rank: int, blocks: Sequence[Piece]) -> None:
     """Write a rank's blocks into its files. Ranks number their files themselves, so they need not agree on a plan."""
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_files(blocks), save_distributed=True)
-    writer.per_thread_copy_ahead = 0  # the blocks are in host memory
-    plans = [SavePlan([])] * rank + [SavePlan([_write_item(block) for block in blocks])]
-    writer.write_data(writer.prepare_global_plan(plans)[rank], _Source(blocks)).wait()
+    files = _files(blocks)
+    for index, part in enumerate(files, start=1):
+        mapping = {block.name: index for block in part} | {"": len(files)}  # the largest number is in all names
+        writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=mapping, save_distributed=True)
+        writer.per_thread_copy_ahead = 0  # the blocks are in host memory
+        plans = [SavePlan([])] * rank + [SavePlan([_write_item(block) for block in part])]
+        writer.write_data(writer.prepare_global_plan(plans)[rank], _Source(part)).wait()
 
 
-def _files(blocks: Sequence[Piece]) -> dict[str, int]:
-    """Which of a rank's files each block goes into, counted from 1."""
-    files, index, size = dict[str, int](), 1, 0
+def _files(blocks: Sequence[Piece]) -> list[list[Piece]]:
+    """The blocks of each of a rank's files. Of a tensor a file holds one block; further ones go into other files."""
+    layers: list[list[Piece]] = []
+    seen = Counter[str]()
     for block in blocks:
-        if size and size + block.tensor.nbytes > FILE_BYTES:
-            index, size = index + 1, 0
-        assert block.name not in files, f"a rank holds two blocks of {block.name}"
-        files[block.name] = index
-        size += block.tensor.nbytes
+        if seen[block.name] == len(layers):
+            layers.append([])
+        layers[seen[block.name]].append(block)
+        seen[block.name] += 1
+    files: list[list[Piece]] = []
+    for layer in layers:
+        size = FILE_BYTES
+        for block in layer:
+            if size + block.tensor.nbytes > FILE_BYTES:
+                files.append([])
+                size = 0
+            files[-1].append(block)
+            size += block.tensor.nbytes
     return files
 
 
@@ -130,24 +140,20 @@ class _Source(DefaultSavePlanner):
 # --- loading ---
 
 
-def load(folder: Path, pieces: Sequence[Piece], masters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Return masters (in place, through their pieces) and AdamW's moments to a checkpoint, written under any division.
+def load(folder: Path, state: State, shapes: Mapping[str, Sequence[int]] | None = None) -> float:
+    """Fill a rank's pieces from a checkpoint that was written under any division; returns the steps that AdamW took.
 
-    A checkpoint of other tensors, or with parts missing, is refused before anything is changed.
+    Before its first step there are no moments to read. A checkpoint of other tensors, or with parts missing, is refused
+    before anything is changed. `shapes` are those of all tensors, where a rank does not hold a piece of every one.
     """
-    step = _check(folder, pieces)
-    plans = {name: _plan(folder / name, pieces) for name in (MASTER, *(MOMENTS if step else ()))}
-    optimizer.state.clear()
-    for master in masters if step else ():
-        optimizer.state[master] = {"step": torch.tensor(step, device=master.device)}
-    for key, (reader, plan) in plans.items():
-        tensors = [p.tensor for p in pieces] if key == MASTER else [torch.zeros_like(m) for m in masters]
-        reader.read_data(plan, _Target(pieces, tensors)).wait()
-        for master, moment in zip(masters, tensors, strict=True) if key != MASTER else ():
-            optimizer.state[master][key] = moment
+    step = _check(folder, shapes or {piece.name: piece.shape for piece in state[MASTER]})
+    plans = {name: _plan(folder / name, state[name]) for name in (MASTER, *(MOMENTS if step else ()))}
+    for name, (reader, plan) in plans.items():
+        reader.read_data(plan, _Target(state[name])).wait()
+    return step
 
 
-def _check(folder: Path, pieces: Sequence[Piece]) -> float:
+def _check(folder: Path, shapes: Mapping[str, Sequence[int]]) -> float:
     """Refuse a checkpoint of another model, naming the first tensor that differs; returns AdamW's count of steps."""
     if (folder / OLD_FORMAT).exists():
         raise StoreError(
@@ -158,7 +164,7 @@ def _check(folder: Path, pieces: Sequence[Piece]) -> float:
         described = json.loads((folder / TENSORS).read_text("utf-8"))
     except FileNotFoundError:
         raise _incomplete(folder, f"it has no {TENSORS}") from None
-    saved, wanted = described["shapes"], {piece.name: list(piece.shape) for piece in pieces}
+    saved, wanted = described["shapes"], {name: list(shape) for name, shape in shapes.items()}
     for name in [*wanted, *saved]:
         if name not in saved or name not in wanted:
             detail = f"{'the checkpoint' if name in wanted else 'the model'} has no {name}"
@@ -220,10 +226,32 @@ def _overlap(one: Any, other: Any) -> bool:
 class _Target(DefaultLoadPlanner):
     """Tells the reader where a rank's blocks are in memory."""
 
-    def __init__(self, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, pieces: Sequence[Piece]) -> None:
         super().__init__()
-        self._tensors = {piece.name: tensor.detach() for piece, tensor in zip(pieces, tensors, strict=True)}
+        self._tensors = {(piece.name, piece.offsets): piece.tensor.detach() for piece in pieces}
 
     @override
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._tensors[index.fqn]
+        assert index.offset is not None
+        return self._tensors[index.fqn, tuple(index.offset)]
+
+
+# --- the state of torch's AdamW ---
+
+
+def adamw_state(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> tuple[dict[str, list[Tensor]], float]:
+    """The moments of master weights, and the steps that all of them took; there are none before the first step."""
+    states = [optimizer.state.get(master, {}) for master in masters]
+    counts = {float(state["step"]) for state in states if "step" in state}
+    assert len(counts) <= 1, f"all tensors take the same steps, these took {counts}"
+    return {key: [state[key] for state in states] for key in MOMENTS if counts}, max(counts, default=0.0)
+
+
+def set_adamw_state(
+    optimizer: torch.optim.Optimizer, masters: Sequence[Tensor], moments: Mapping[str, Sequence[Tensor]], step: float
+) -> None:
+    """Give the optimizer other moments, which it then owns, and another count of steps."""
+    optimizer.state.clear()
+    for number, master in enumerate(masters) if step else ():
+        own = {key: moments[key][number] for key in MOMENTS}
+        optimizer.state[master] = {"step": torch.tensor(step, device=master.device), **own}

@@ -6,6 +6,8 @@ exports and the memory that a rank reports speak of pieces, so none of them know
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,3 +29,54 @@ class Piece:
         assert all(end <= whole for end, whole in zip(ends, self.shape, strict=True)), (
             f"{self.name}: {self.offsets} {self.shape}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Where elements of a parameter lie in a named tensor: a block of it, in row-major order."""
+
+    name: str  # Hugging Face's
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def cut(blocks: Sequence[Block], start: int, flat: Tensor, *, first: bool = True) -> list[Piece]:
+    """The pieces in a flat run of a parameter's elements, as views of it.
+
+    The parameter is the blocks' elements one after another, and the run begins at its element `start`: optimizers that
+    divide state (ZeRO, Megatron's distributed one) hold such runs, which begin and end anywhere in a row.
+    """
+    found: list[Piece] = []
+    for block in blocks:
+        size = math.prod(block.sizes)
+        begin, end = max(start, 0), min(start + flat.numel(), size)
+        for offsets, sizes in _rectangles(block.sizes, begin, end) if begin < end else ():
+            count = math.prod(sizes)
+            tensor = flat.narrow(0, begin - start, count).view(sizes)
+            at = tuple(a + b for a, b in zip(block.offsets, offsets, strict=True))
+            found.append(Piece(block.name, block.shape, at, tensor, first))
+            begin += count
+        start -= size
+    return found
+
+
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _rectangles(sizes: tuple[int, ...], begin: int, end: int) -> Iterator[Rectangle]:
+    """Offsets and sizes of the blocks that a run of elements of a row-major tensor consists of, in its order."""
+    if len(sizes) <= 1:
+        yield ((begin,), (end - begin,)) if sizes else ((), ())
+        return
+    inner = math.prod(sizes[1:])
+    while begin < end:
+        row, column = divmod(begin, inner)
+        if column == 0 and end - begin >= inner:
+            rows = (end - begin) // inner
+            yield (row, *(0 for _ in sizes[1:])), (rows, *sizes[1:])
+            begin += rows * inner
+        else:
+            stop = min(inner, column + end - begin)
+            yield from (((row, *at), (1, *of)) for at, of in _rectangles(sizes[1:], column, stop))
+            begin += stop - column

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from drumroll.algorithms import REFERENCE, TEACHER, VALUES
 from drumroll.config import RunConfig
 from drumroll.config.accelerators import USUAL
+from drumroll.config.learners import AXES
 from drumroll.config.roles import LearnerRole
 from drumroll.errors import ConfigError
 from drumroll.models.shape import find_shape
@@ -39,7 +40,7 @@ def requests(config: RunConfig, needs: Collection[str]) -> list[DeviceRequest]:
 def _learner(config: RunConfig, role: LearnerRole) -> DeviceRequest:
     """What a training role asks of the pool; without a `data` of its own, replicas fill its devices."""
     parallel = config.parallel(role)
-    sizes = {"shard": parallel.shard, "tensor": parallel.tensor} | ({} if parallel.data is None else {"data": parallel.data})
+    sizes = {axis: size for axis in AXES if (size := getattr(parallel, axis)) is not None}
     return DeviceRequest(role, getattr(config.roles, role).devices, sizes, spreads=True)
 
 
@@ -61,7 +62,7 @@ def _check_tensor(config: RunConfig, role: str, tensor: int, devices: int) -> No
     """The family has a plan, and each device computes as many heads, and key-value heads, as the others."""
     name = getattr(config.roles, role).model or config.model
     shape = find_shape(name)
-    if shape is not None and config.roles.actor.backend == "torch" and shape.family not in FAMILIES:
+    if shape is not None and config.learner_backend(role) == "torch" and shape.family not in FAMILIES:
         raise ConfigError(
             f"roles.{role}.parallel: tensor {tensor} divides no models of type '{shape.family}' ({name}); use shard, or one of the types "
             f"{', '.join(sorted(FAMILIES))}."

@@ -48,7 +48,7 @@ def open_learner(config: RunConfig, role: LearnerRole, ranks: Ranks = ALONE, kin
         lora=config.roles.actor.lora if role == "actor" else None,
         parallel=config.parallel(role),
     )
-    return kind(find_learner_backend(config.roles.actor.backend)(spec), optim, head, total_steps=config.steps)
+    return kind(find_learner_backend(config.learner_backend(role))(spec), optim, head, total_steps=config.steps)
 
 
 def _check_tokens(config: RunConfig) -> None:

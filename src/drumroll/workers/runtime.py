@@ -6,12 +6,15 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import torch
 
 from drumroll.algorithms import Algorithm
 from drumroll.config import RunConfig
+from drumroll.config.learners import learner_traits
+from drumroll.config.roles import LearnerRole
 from drumroll.engines import Engine
 from drumroll.engines.router import Router
 from drumroll.errors import ConfigError
@@ -105,14 +108,15 @@ def check_backends(config: RunConfig) -> None:
     """Refuse engines and learners that do not exist, or cannot do what the config asks of them."""
     search(config.import_from)
     config.check_engine()
+    for role in get_args(LearnerRole):
+        find_backend(config.learner_backend(role))
     name = config.roles.actor.backend
-    find_backend(name)
-    traits = BACKENDS.traits(name)
-    if config.cluster.runtime == "local" and not traits.get("shares_weights", True):
+    traits = replace(learner_traits(name), **BACKENDS.traits(name))
+    if config.cluster.runtime == "local" and not traits.shares_weights:
         raise ConfigError(
             f"roles.actor.backend: {name} keeps its weights where engines of this process cannot use them; use cluster.runtime: ray."
         )
-    if config.roles.actor.lora is not None and not traits.get("adapters", True):
+    if config.roles.actor.lora is not None and not traits.adapters:
         raise ConfigError(f"roles.actor.lora needs a backend that trains adapters, which roles.actor.backend: {name} does not.")
 
 

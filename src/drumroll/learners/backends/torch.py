@@ -7,9 +7,9 @@ trained and in chunks. Dropout stays off in updates too: the log-probs trained o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
@@ -25,7 +25,7 @@ from drumroll.config.roles import ParallelConfig
 from drumroll.errors import Interrupted
 from drumroll.learners.backend import BACKENDS, Count, LearnerSpec, LossFunction, Numbers
 from drumroll.learners.backends.division import Division, drop_accumulated, open_divided
-from drumroll.learners.checkpoint import Snapshot
+from drumroll.learners.checkpoint import MASTER, MOMENTS, Snapshot, State, adamw_state, set_adamw_state
 from drumroll.learners.checkpoint import load as load_checkpoint
 from drumroll.learners.heads import Head, LogProbHead, Settings, ValueHead
 from drumroll.learners.learner import Learner
@@ -41,7 +41,7 @@ from drumroll.models.value import ValueModel
 from drumroll.processes import accelerator
 
 
-@BACKENDS.register("torch", shares_weights=True, adapters=True)
+@BACKENDS.register("torch")
 def open_backend(spec: LearnerSpec) -> TorchBackend:
     """Load the model of a role, with its adapters or value head."""
     if spec.ranks.divided:
@@ -278,13 +278,22 @@ class TorchBackend:
 
     def snapshot(self) -> Snapshot:
         assert self.optimizer is not None, "a frozen role has no state"
-        return Snapshot.take(self.ranks.mesh.rank, self.pieces(), self.master, self.optimizer)
+        moments, step = adamw_state(self.optimizer, self.master)
+        return Snapshot.take(self.ranks.mesh.rank, self._state(moments), step)
 
     def load(self, folder: FilePath) -> None:
         assert self.optimizer is not None, "a frozen role has no state"
-        load_checkpoint(folder, self.pieces(), self.master, self.optimizer)
+        moments = {key: [torch.zeros_like(master) for master in self.master] for key in MOMENTS}
+        step = load_checkpoint(folder, self._state(moments))
+        set_adamw_state(self.optimizer, self.master, moments, step)
         self._release_gathered()
         self._refresh_working()
+
+    def _state(self, moments: Mapping[str, Sequence[Tensor]]) -> State:
+        """Master weights and moments as pieces."""
+        pieces = self.pieces()
+        shown = {key: [replace(p, tensor=t) for p, t in zip(pieces, of, strict=True)] for key, of in moments.items()}
+        return {MASTER: pieces, **shown}
 
     def export(self, folder: FilePath) -> None:
         shapes, target = {piece.name: piece.shape for piece in self.pieces()}, folder if self.ranks.mesh.rank == 0 else None
