@@ -46,7 +46,10 @@ def test_every_recipe_loads(recipe):
         ("steps", "'steps' is not an override; write key=value"),
         ("steps.x=1", "'steps' is a value, not a section"),
         ("roles.actor.backend=megatrn", "roles.actor.backend: input should be 'torch' or 'megatron' or 'deepspeed'"),
-        ("roles.actor.parallel.pipeline=2", "roles.actor.parallel.pipeline needs `backend: megatron`; roles.actor.backend is torch"),
+        (
+            "roles.actor.parallel.pipeline=2",
+            "roles.actor.parallel.pipeline needs `backend: megatron`; roles.actor.backend is torch",
+        ),
         ("roles.critic.parallel.expert=2", "roles.critic.parallel.expert needs `backend: megatron`"),
         ("roles.actor.parallel.zero=2", "roles.actor.parallel.zero needs `backend: deepspeed`"),
         ("roles.rollout.backend=sglang", "roles.rollout.backend: input should be 'native' or 'vllm'"),

@@ -29,11 +29,12 @@ from drumroll.algorithms.aggregations import Shares
 from drumroll.algorithms.losses import PolicyLoss, ValueLoss
 from drumroll.batch import pack
 from drumroll.config.algorithm import AlgorithmConfig
+from drumroll.config.learners import AXES
 from drumroll.config.optim import OptimConfig
 from drumroll.config.roles import LoraConfig, ParallelConfig
 from drumroll.learners import Learner, Update
 from drumroll.learners.backend import LearnerSpec
-from drumroll.learners.backends.torch import open_backend
+from drumroll.learners.backends import find_backend
 from drumroll.learners.heads import LogProbHead, ValueHead
 from drumroll.learners.pieces import Piece
 from drumroll.learners.ranks import Ranks
@@ -140,13 +141,12 @@ def meet(rank, layout, port):
     RANKS.append(Ranks.meet(mesh, Rendezvous("127.0.0.1", port, ("127.0.0.1",) * mesh.size), device="cpu", seconds=60))
 
 
-def open_learner(ranks, folder, role, dtype, recompute=False, **options):
+def open_learner(ranks, folder, role, dtype, recompute=False, backend="torch", **options):
     """A learner whose new parameters (adapters, a value head) depend on their names only, and are nowhere zero."""
     head, lora = ROLES[role]
-    mesh = ranks.mesh
-    parallel = ParallelConfig(data=mesh.data, shard=mesh.shard, tensor=mesh.tensor, **options)
+    parallel = ParallelConfig(**{axis: getattr(ranks.mesh, axis) for axis in AXES}, **options)
     spec = LearnerSpec(folder, head, ranks, OPTIM, dtype, lora=lora, parallel=parallel, recompute_activations=recompute)
-    backend = open_backend(spec)
+    backend = find_backend(backend)(spec)
     if dtype == "float64":
         exact(SimpleNamespace(module=backend.scorer))
     for piece in pieces(backend):
@@ -166,6 +166,8 @@ def pieces(backend):
 
 def gradients(backend):
     """This rank's part of the gradient of every trained parameter."""
+    if hasattr(backend, "gradient_pieces"):
+        return copied(backend.gradient_pieces())
     found = []
     for piece, master in zip(pieces(backend), backend.master, strict=True):
         grad = master.grad.to_local() if hasattr(master.grad, "to_local") else master.grad
