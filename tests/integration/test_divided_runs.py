@@ -94,3 +94,57 @@ def test_a_divided_actor_whose_rank_is_killed_ends_the_run_in_one_sentence(small
 
     with pytest.raises(DrumrollError, match="actor rank 1 is gone"):
         drumroll.train(small(cluster=TWO, **(divided(LAYOUTS[layout]) | {"steps": 200})), progress=killer(strike))
+
+
+MORTAL = """
+import itertools, os, signal
+import torch
+from drumroll.learners.backends.torch import open_backend
+from drumroll.learners.checkpoint import Snapshot
+
+def mortal(spec):
+    backend = open_backend(spec)
+    if spec.ranks.mesh.rank == 1 and spec.optim is not None:
+        place, name, calls = WHERE
+        owner = {"backend": backend, "optimizer": backend.optimizer, "tensor": torch.Tensor, "snapshot": Snapshot}[place]
+        plain, count = getattr(owner, name), itertools.count(1)
+        def dying(*given, **named):
+            if next(count) == calls:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(*given, **named)
+        setattr(owner, name, dying)
+    return backend
+"""
+PLACES = {
+    "forward": ("backend", "_forward", 3),
+    "backward": ("tensor", "backward", 3),
+    "clip": ("backend", "clip", 2),
+    "step": ("optimizer", "step", 2),
+    "save": ("snapshot", "write", 1),
+    "load": ("backend", "load", 1),
+    "publish": ("backend", "weights", 2),
+}
+"""What rank 1 is in the middle of when it is killed: the so manieth call."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_killed_in_the_middle_of_anything_ends_the_run_in_one_sentence(small, tmp_path, place, layout):
+    """Where ranks compute together the peer leaves too; the sentence names the rank that died. The run goes on afterwards."""
+    owner, name, calls = PLACES[place]
+    module = f"mortal_{tmp_path.name}"
+    (tmp_path / f"{module}.py").write_text(MORTAL.replace("WHERE", repr((owner, name, calls))))
+    recipe = divided(LAYOUTS[layout]) | {"steps": 4, "import_from": [str(tmp_path)]}
+    own = {"overrides": [f"roles.actor.backend={module}:mortal"]}
+    dying = small(cluster=TWO, **recipe)
+    if place == "load":
+        run = drumroll.train(small(cluster=TWO, **(recipe | {"steps": 2})))
+        with pytest.raises(DrumrollError, match="actor rank 1 is gone"):
+            drumroll.train(resume=run.path, overrides=["steps=4", *own["overrides"]])
+    else:
+        with pytest.raises(DrumrollError, match="actor rank 1 is gone"):
+            drumroll.train(dying, **own)
+    [path] = (tmp_path / "runs").iterdir()
+    done = drumroll.train(resume=path, overrides=["roles.actor.backend=torch", "steps=4"])
+    assert [m["step"] for m in done.metrics] == [0, 1, 2, 3, 4]
