@@ -36,8 +36,8 @@ def tokenizer() -> Any:
     )
 
 
-def random_model(seed: int, hidden: int = 160, layers: int = 4, heads: int = 5, key_value_heads: int = 5) -> Any:
-    """A freshly initialised tiny Llama."""
+def random_model(seed: int, hidden: int = 160, layers: int = 4, heads: int = 5, key_value_heads: int | None = None) -> Any:
+    """A freshly initialised tiny Llama; by default each head has keys and values of its own."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,7 +47,7 @@ def random_model(seed: int, hidden: int = 160, layers: int = 4, heads: int = 5, 
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
+        num_key_value_heads=key_value_heads or heads,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         pad_token_id=0,
