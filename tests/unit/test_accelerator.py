@@ -1,6 +1,7 @@
 """One place knows accelerators by name; on a machine without one it answers for the CPU."""
 
 import io
+import platform
 import re
 import tokenize
 from pathlib import Path
@@ -126,3 +127,18 @@ def test_nothing_is_copied_to_a_cpu():
     sent = accelerator.send(array, "cpu")
     assert sent.data_ptr() == array.ctypes.data
     assert accelerator.send(sent, "cpu") is sent
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no call for it")
+def test_holes_in_the_heap_go_back_to_the_system():
+    """Freed below a tensor that is held, memory stays with the process until somebody asks for it back."""
+
+    def resident():
+        return int(re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
+
+    held = [torch.ones(16_000) for _ in range(4000)]  # 64 KB each, from the heap
+    full, held = resident(), held[-1:]
+    assert resident() > full - 50
+    accelerator.empty_cache()
+    assert resident() < full - 200
+    assert held

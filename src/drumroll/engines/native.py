@@ -36,7 +36,7 @@ from drumroll.models.attention import Decode, KVCache, PageSlots, Prefill, Reads
 from drumroll.models.loading import LoadedModel, kv_shapes
 from drumroll.models.lora import adapter_parameters
 from drumroll.models.packing import PackedLinears, quicken_norms
-from drumroll.processes.accelerator import send
+from drumroll.processes.accelerator import empty_cache, send
 from drumroll.processes.threads import CORES, LINGER
 from drumroll.sample import StopReason, Version
 from drumroll.weights import Named, fill
@@ -304,6 +304,7 @@ class NativeEngine:
         self._abort_rows({row.request.id for row in (*self._waiting, *self._rows) if row is not None})
         self._kept = None
         self._packs.release()
+        empty_cache()
 
     def _wake_up(self) -> None:
         if self._kept is None:

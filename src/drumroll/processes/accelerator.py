@@ -6,6 +6,7 @@ one by name. Without an accelerator every function works on the CPU or does noth
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -101,9 +102,15 @@ def take_peak() -> int:
 
 
 def empty_cache() -> None:
-    """Give memory that no tensor holds back to the system, for other processes."""
+    """Give memory that no tensor holds back to the system, for other processes.
+
+    On a CPU that is the C library's: tensors of many sizes leave holes in its heap, which it would keep.
+    """
     if kind() != Kind.CPU:
         torch.accelerator.empty_cache()
+        return
+    with suppress(AttributeError, OSError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def collectives(device: torch.device | str) -> str:

@@ -308,6 +308,7 @@ class TorchBackend:
 
     def offload(self) -> None:
         self._move(torch.device("cpu"))
+        accelerator.empty_cache()
 
     def reload(self) -> None:
         self._move(self.device)
@@ -327,7 +328,6 @@ class TorchBackend:
             for key, value in state.items():
                 if isinstance(value, Tensor) and key != "step":
                     state[key] = value.to(device)
-        accelerator.empty_cache()
 
 
 def torch_learner(
