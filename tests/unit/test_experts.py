@@ -1,0 +1,43 @@
+"""Mixtures of experts train, generate, save and export like any other model, under the names of their files."""
+
+import pytest
+import torch
+import transformers as hf
+
+from drumroll.models.shape import shape_of
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "num_experts_per_tok": 2,
+    "vocab_size": 97,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MIXTURES = {
+    "Qwen3-MoE": hf.Qwen3MoeConfig(**SIZES, num_experts=6, moe_intermediate_size=40, norm_topk_prob=True),
+    "Mixtral": hf.MixtralConfig(**SIZES, num_local_experts=6),
+}
+
+
+# --- the shape ---
+
+
+@pytest.mark.parametrize(("family", "width"), [("Qwen3-MoE", 40), ("Mixtral", 48)])
+def test_a_shape_counts_experts(family, width):
+    config = MIXTURES[family]
+    with torch.device("meta"):
+        module = hf.AutoModelForCausalLM.from_config(config)
+    shape = shape_of(config.to_dict())
+    assert shape.parameters == sum(p.numel() for p in module.parameters())
+    assert shape.layer == sum(p.numel() for p in module.model.layers[0].parameters())
+    assert (shape.experts, shape.visits, shape.expert_width, shape.mlp) == (6, 2, width, 2 * width)
+    assert shape.routed_layer == 6 * 3 * width * 64
+    assert shape.routed == 2 * shape.routed_layer
+    dense = shape_of(hf.Qwen3Config(**SIZES).to_dict())
+    assert (dense.experts, dense.visits, dense.expert_width, dense.routed, dense.routed_layer) == (0, 0, 0, 0, 0)
