@@ -316,7 +316,7 @@ def distance(found, truth):
 def largest_part(parts):
     """The largest part of all parameters that a rank holds."""
     held = [sum(piece.tensor.numel() for piece in part["after"]) for part in parts]
-    return max(held) / sum({piece.name: math.prod(piece.shape) for piece in parts[0]["after"]}.values())
+    return max(held) / sum({piece.name: math.prod(piece.shape) for part in parts for piece in part["after"]}.values())
 
 
 def metrics_error(some, others):
