@@ -1,12 +1,38 @@
 """Mixtures of experts train, generate, save and export like any other model, under the names of their files."""
 
 import contextlib
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
-from test_parallel import FAMILIES, LIMITS, Matrix
+from safetensors.torch import load_file
+from test_layout_change import begin, resume
+from test_parallel import (
+    FAMILIES,
+    LAYOUTS,
+    LIMITS,
+    RANKS,
+    Matrix,
+    ReplicasDifferError,
+    distance,
+    errors,
+    metrics_error,
+    open_learner,
+    train,
+    whole,
+)
+from transformers import core_model_loading
 
+from drumroll.errors import ModelError
+from drumroll.learners.checkpoint import TENSORS
+from drumroll.learners.statistics import merge
+from drumroll.mesh import Mesh
+from drumroll.models import loading
+from drumroll.models.file_names import find_files
+from drumroll.models.loading import load, load_empty
 from drumroll.models.shape import shape_of
 
 SIZES = {
@@ -25,6 +51,10 @@ SIZES = {
 MIXTURES = {
     "Qwen3-MoE": hf.Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=40, norm_topk_prob=True),
     "Mixtral": hf.MixtralConfig(**SIZES, num_local_experts=8),
+}
+UNEVEN = {
+    "6 experts": hf.Qwen3MoeConfig(**SIZES, num_experts=6, moe_intermediate_size=40),
+    "3 experts": hf.MixtralConfig(**SIZES, num_local_experts=3),
 }
 
 
@@ -48,7 +78,9 @@ def test_a_shape_counts_experts(family, width):
 
 # --- training ---
 
-FAMILIES.update(MIXTURES)
+FAMILIES.update(MIXTURES, **UNEVEN)
+ONE = {}
+QUICK = [("shard 2", "Qwen3-MoE", "actor"), ("data 2 × shard 2", "Mixtral", "critic")]
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +90,7 @@ def matrix(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize(
-    ("layout", "family", "role"), [("shard 2", "Qwen3-MoE", "actor"), ("data 2 × shard 2", "Mixtral", "critic")]
-)
+@pytest.mark.parametrize(("layout", "family", "role"), QUICK)
 def test_mixtures_train_as_one_process(matrix, layout, family, role, dtype):
     found = matrix.compare(layout, family, role, dtype)
     assert found.within(LIMITS[dtype]), found
@@ -72,6 +102,137 @@ def test_mixtures_train_as_one_process(matrix, layout, family, role, dtype):
 @pytest.mark.parametrize("layout", ["data 2", "shard 2", "shard 4", "data 2 × shard 2"])
 def test_every_layout_trains_mixtures_as_one_process(matrix, layout, family, role):
     for dtype, limits in LIMITS.items():
-        if role != "LoRA" or layout != "data 2":
-            found = matrix.compare(layout, family, role, dtype)
-            assert found.within(limits), (dtype, found)
+        found = matrix.compare(layout, family, role, dtype)
+        assert found.within(limits), (dtype, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"reshard": False}, {"accumulate": "local"}, {"recompute": True}], ids=str)
+def test_options_change_nothing(matrix, options):
+    found = matrix.compare("shard 2", "Qwen3-MoE", "actor", "float32", **options)
+    assert found.within(LIMITS["float32"]), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["left out", "halved", "own norm", "wrong share"])
+def test_a_planted_error_is_found(matrix, mistake):
+    try:
+        found = matrix.compare("shard 2", "Mixtral", "actor", "float32", mistake)
+    except ReplicasDifferError:
+        return
+    assert not found.within(LIMITS["float32"].times(100)), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", UNEVEN)
+def test_ranks_need_not_divide_the_experts(matrix, family):
+    """Of 6 experts three ranks hold two each, and the fourth none; of 3 the last holds none either."""
+    works, (alone,) = matrix.works(family, "actor"), matrix.alone(family, "actor", "float32")
+    parts = matrix.run(LAYOUTS["shard 4"], train, matrix.model(family), "actor", "float32", works)
+    held = [{expert(piece.name) for piece in part["after"]} - {None} for part in parts]
+    assert [len(experts) for experts in held] == ([2, 2, 2, 0] if family.startswith("6") else [1, 1, 1, 0])
+    start, end = whole([alone["before"]]), whole([alone["after"]])
+    assert torch.equal(whole([part["before"] for part in parts]), start)
+    change = distance(whole([part["after"] for part in parts]) - start, end - start)
+    assert change < LIMITS["float32"].change
+
+
+def expert(name):
+    found = re.search(r"experts\.(\d+)\.", name)
+    return found and int(found[1])
+
+
+# --- names: files, checkpoints, exports ---
+
+
+def in_order(folder):
+    return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def published(rank, folder, role, export=None):
+    """What engines receive before training; also written to a folder."""
+    learner = open_learner(RANKS[-1], folder, role, "float32")
+    if export is not None:
+        learner.export(export)
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def same(some, others):
+    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        ("shard 2", "Mixtral"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("shard 4", "6 experts"), ("data 2", "Qwen3-MoE")]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("one process", "Mixtral"), ("shard 2", "Qwen3-MoE")]),
+    ],
+)
+def test_weights_and_exports_are_the_files(matrix, layout, family, tmp_path):
+    """Every rank gets every tensor, bit for bit, under the name that it has in the files."""
+    files = in_order(matrix.model(family))
+    for found in matrix.run(LAYOUTS.get(layout, ONE), published, matrix.model(family), "actor", tmp_path):
+        assert same(found, files)
+    assert same(in_order(tmp_path), files)
+    assert any(expert(name) == 3 for name in files)
+
+
+def swapped(module):
+    """A wrong order of the tensors that are fused: each expert's projections are taken for each other's."""
+    found = find_files(module)
+    return {name: [blocks[i ^ 1] for i in range(len(blocks))] for name, blocks in found.items() if len(blocks) > 1}
+
+
+def train_wrongly(*arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "find_files", swapped)
+        return train(*arguments)
+
+
+@pytest.mark.slow
+def test_a_wrong_order_of_experts_is_found(matrix):
+    works, alone = matrix.works("Qwen3-MoE", "actor"), matrix.alone("Qwen3-MoE", "actor", "float32")
+    wrong = matrix.run(LAYOUTS["shard 2"], train_wrongly, matrix.model("Qwen3-MoE"), "actor", "float32", works)
+    assert errors(wrong, alone, works, Mesh(shard=2)).logprobs > 1e-2
+
+
+def test_a_model_whose_files_are_not_understood_is_not_divided(monkeypatch):
+    def transposed(module, tensors):
+        return {f"old.{name}": tensor.T.contiguous() if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", transposed)
+    assert load("tiny-moe-random").files is None
+    with pytest.raises(ModelError, match=r"the files of models of type 'qwen3_moe' hold other tensors .* use data"):
+        load_empty("tiny-moe-random", dtype="float32")
+
+
+CHANGES = [
+    ("shard 2", ONE, "Qwen3-MoE", "actor"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("shard 2", LAYOUTS["data 2"], "Mixtral", "actor"),
+            ("shard 2", ONE, "Mixtral", "critic"),
+            ("shard 2", LAYOUTS["shard 4"], "Qwen3-MoE", "critic"),
+            ("shard 4", ONE, "6 experts", "actor"),
+            ("data 2", LAYOUTS["shard 2"], "Qwen3-MoE", "actor"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "family", "role"), CHANGES)
+def test_a_checkpoint_goes_on_under_another_layout(matrix, before, after, family, role, tmp_path):
+    works, model = matrix.works(family, role) * 2, matrix.model(family)
+    (step, _), *_ = told = matrix.run(LAYOUTS[before], begin, model, role, works, tmp_path)
+    again = matrix.run(after, resume, model, role, works, tmp_path)
+    assert again[0][0] == step == 2
+    losses = [
+        [merge([ranks[rank][1][i] for rank in mesh.leaders()]) for i in (0, 1)]
+        for ranks, mesh in ((told, Mesh(**LAYOUTS[before])), (again, Mesh(**after)))
+    ]
+    for one, other in zip(*losses, strict=True):
+        assert metrics_error(one, other) < 1e-5
+    named = json.loads((tmp_path / TENSORS).read_text())["shapes"]
+    assert {expert(name) for name in named} == {None, *range(FAMILIES[family].get_text_config().num_local_experts)}

@@ -31,8 +31,13 @@ def use(module: Any) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
-    if any(hasattr(part, "_is_expert_parallel") for part in module.modules()):
+    if has_experts(module):
         module.set_experts_implementation(NAME)
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether a model has layers of experts that transformers computes by a choice of functions."""
+    return any(hasattr(part, "_is_expert_parallel") for part in module.modules())
 
 
 @contextmanager

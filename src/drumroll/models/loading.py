@@ -132,7 +132,9 @@ def end_tokens(name: str) -> frozenset[int]:
             return GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
 
     _quiet_transformers()
-    return _eos(_pretrained(str(tiny.SHIPPED.get(name.removesuffix("-random"), name)), generation), load_tokenizer(name))
+    if name in tiny.RANDOM:
+        return _eos(GenerationConfig.from_model_config(tiny.config(**tiny.RANDOM[name])), tiny.tokenizer())
+    return _eos(_pretrained(str(tiny.SHIPPED.get(name, name)), generation), load_tokenizer(name))
 
 
 def load_classifier(name: str, *, dtype: str, device: str) -> tuple[Any, int]:

@@ -213,7 +213,9 @@ def _config(name: str) -> Mapping[str, Any] | None:
     """The config of a model: a local one, one in the hub's cache, or the table's."""
     from drumroll.models import tiny
 
-    path = tiny.SHIPPED.get(name.removesuffix("-random"), Path(name).expanduser()) / "config.json"
+    if name in tiny.RANDOM:
+        return tiny.config(**tiny.RANDOM[name]).to_dict()
+    path = tiny.SHIPPED.get(name, Path(name).expanduser()) / "config.json"
     if not path.exists() and name not in KNOWN and name.count("/") == 1:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
