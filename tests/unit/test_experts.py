@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file
+from test_batch import random_groups
+from test_engine import requests, run
 from test_layout_change import begin, resume
 from test_parallel import (
     FAMILIES,
@@ -26,14 +28,25 @@ from test_parallel import (
 )
 from transformers import core_model_loading
 
+from drumroll.algorithms import Algorithm
+from drumroll.algorithms.aggregations import Shares
+from drumroll.algorithms.losses import PolicyLoss
+from drumroll.batch import pack
+from drumroll.config.algorithm import AlgorithmConfig
+from drumroll.config.optim import OptimConfig
+from drumroll.engines.native import NativeEngine
 from drumroll.errors import ModelError
+from drumroll.learners import Update, statistics
+from drumroll.learners.backends.torch import torch_learner
 from drumroll.learners.checkpoint import TENSORS
 from drumroll.learners.statistics import merge
 from drumroll.mesh import Mesh
-from drumroll.models import loading
+from drumroll.models import experts, loading
+from drumroll.models.experts import Routers
 from drumroll.models.file_names import find_files
 from drumroll.models.loading import load, load_empty
 from drumroll.models.shape import shape_of
+from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 
 SIZES = {
     "hidden_size": 64,
@@ -236,3 +249,114 @@ def test_a_checkpoint_goes_on_under_another_layout(matrix, before, after, family
         assert metrics_error(one, other) < 1e-5
     named = json.loads((tmp_path / TENSORS).read_text())["shapes"]
     assert {expert(name) for name in named} == {None, *range(FAMILIES[family].get_text_config().num_local_experts)}
+
+
+# --- the native engine ---
+
+
+def tiny_moe(seed=0):
+    """With weights so large that routers and tokens are decided."""
+    model = load("tiny-moe-random", seed=seed)
+    for parameter in model.module.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(4)
+    return model
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_the_engine_samples_what_the_learner_scores(fixed):
+    """Also after a publication: per-expert tensors reach the engine's fused parameters."""
+    learner = torch_learner(tiny_moe(), OptimConfig(), total_steps=1)
+    engine = NativeEngine(tiny_moe(seed=1), slots=8, context=32, fixed_shape=fixed)
+    engine.load(1, ((name, tensor.clone()) for name, tensor in learner.weights()), recompute=False)
+    wanted = requests(20, temperature=0.7)
+    groups = []
+    for i, (one, done) in enumerate(zip(wanted, run(engine, wanted), strict=True)):
+        trace = Trace()
+        trace.extend(list(one.tokens), Owner.PROMPT)
+        trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)
+        prompt = Prompt(str(i), "d", "", one.tokens)
+        groups.append(Group(prompt, i, [Sample(prompt, i, 0, traces=[trace], reward=0.0)]))
+    engine.close()
+    batch = pack(groups)
+    gap = (learner.infer(batch, 0.7) - batch.behaviour)[batch.mask].abs().max()
+    assert batch.mask.sum() > 50
+    assert gap < 1e-4
+
+
+def test_deterministic_generation_does_not_depend_on_company():
+    """Which experts other rows visit does not change a row, to the last bit."""
+    engine = NativeEngine(tiny_moe(), slots=8, context=32, fixed_shape=True)
+    wanted = requests(16)
+    alone, together = [run(engine, [request])[0] for request in wanted], run(engine, wanted)
+    engine.close()
+    assert [(c.tokens, c.logprobs) for c in alone] == [(c.tokens, c.logprobs) for c in together]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_experts_compute_what_transformers_computes(family, dtype):
+    torch.manual_seed(0)
+    module = hf.AutoModelForCausalLM.from_config(MIXTURES[family], dtype=dtype, experts_implementation="eager")
+    tokens = torch.randint(97, (1, 40))
+    with torch.no_grad():
+        theirs = module(tokens).logits
+        experts.use(module)
+        ours = module(tokens).logits
+        with experts.rows_alone():
+            alone = module(tokens).logits
+    limit = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    assert (ours - theirs).abs().max() <= limit * theirs.abs().max()
+    assert (alone - theirs).abs().max() <= limit * theirs.abs().max()
+
+
+# --- what routers choose ---
+
+
+def routed(micro_tokens, order=1):
+    """The metrics of an update without a step, of a batch cut and ordered in some way."""
+    learner = torch_learner(tiny_moe(), OptimConfig(lr=0.0, micro_tokens=micro_tokens), total_steps=1)
+    batch = pack(random_groups(5, 5))
+    batch = batch.select(list(range(batch.num_traces))[::order])
+    batch = Algorithm(AlgorithmConfig(), single_update=True).advantages(batch.with_(behaviour=torch.zeros(len(batch.tokens))))
+
+    class Never(PolicyLoss):
+        skips_zero_advantage = False
+
+    found = merge([learner.update(Update(batch, Never(AlgorithmConfig()), Shares("token_mean")))])
+    return batch, {name: value for name, value in found.items() if "expert" in name or "router" in name}
+
+
+def test_the_load_of_experts_is_that_of_trained_tokens():
+    """However they are packed: transformers computes each trace alone, and the tokens before the trained ones count."""
+    batch, found = routed(micro_tokens=10_000)
+    for other in (routed(micro_tokens=20)[1], routed(micro_tokens=60, order=-1)[1]):
+        assert other == pytest.approx(found, rel=1e-5)
+    module = tiny_moe().module
+    module.set_attn_implementation("eager")
+    counts, entropy, ends = torch.zeros(4, 8), [], batch.lengths.cumsum(0).tolist()
+    for end, length in zip(ends, batch.lengths.tolist(), strict=True):
+        tokens, mask = batch.tokens[end - length : end], batch.mask[end - length : end]
+        with torch.no_grad():
+            logits = module(tokens[None], output_router_logits=True).router_logits
+        for layer, each in enumerate(logits):
+            probabilities = each.view(length, 8)[:-1][mask[1:]].softmax(-1)
+            counts[layer] += torch.zeros(8).index_add_(0, probabilities.topk(2).indices.flatten(), torch.ones(2 * mask.sum()))
+            entropy.append(-(probabilities * probabilities.log()).sum(-1))
+    loads = counts.amax(1) / counts.mean(1)
+    expected = {f"train/expert_load/layer{i}": float(load) for i, load in enumerate(loads)}
+    expected |= {"train/expert_load/max": float(loads.max()), "train/experts_idle": float((counts == 0).float().mean())}
+    assert found == pytest.approx(expected | {"train/router_entropy": float(torch.cat(entropy).mean())}, rel=1e-5)
+    assert 1.2 < loads.max() < 8
+
+
+def test_counting_computed_tokens_would_depend_on_packing(monkeypatch):
+    """A prompt that samples share is computed once for each micro-batch."""
+    take = Routers.take
+    monkeypatch.setattr(
+        Routers, "take", lambda self, positions: take(self, torch.arange(len(next(iter(self._seen.values()))[1])))
+    )
+    monkeypatch.setattr(
+        statistics, "_loads", lambda visits: {"experts": float(sum(counts.sum() for counts in visits.values()))}
+    )
+    assert routed(micro_tokens=10_000)[1]["train/experts"] != routed(micro_tokens=20)[1]["train/experts"]
