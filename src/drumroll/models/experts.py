@@ -26,13 +26,13 @@ LAYER = re.compile(r"\.(\d+)\.")
 _ROWS_ALONE: ContextVar[bool] = ContextVar("rows_alone", default=False)
 
 
-def use(module: Any) -> None:
-    """Let a model's experts be computed as this module says; nothing changes for a model without experts."""
+def use(module: Any, name: str = NAME) -> None:
+    """Let a model's experts be computed as this module says, or as transformers names; nothing changes for a model without."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
     if has_experts(module):
-        module.set_experts_implementation(NAME)
+        module.set_experts_implementation(name)
 
 
 def has_experts(module: nn.Module) -> bool:
