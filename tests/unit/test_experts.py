@@ -13,7 +13,6 @@ from test_batch import random_groups
 from test_engine import requests, run
 from test_layout_change import begin, resume
 from test_parallel import (
-    FAMILIES,
     LAYOUTS,
     LIMITS,
     RANKS,
@@ -91,14 +90,14 @@ def test_a_shape_counts_experts(family, width):
 
 # --- training ---
 
-FAMILIES.update(MIXTURES, **UNEVEN)
+FAMILIES = MIXTURES | UNEVEN
 ONE = {}
 QUICK = [("shard 2", "Qwen3-MoE", "actor"), ("data 2 × shard 2", "Mixtral", "critic")]
 
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
-    with contextlib.closing(Matrix(tmp_path_factory.mktemp("models"))) as made:
+    with contextlib.closing(Matrix(tmp_path_factory.mktemp("models"), FAMILIES)) as made:
         yield made
 
 

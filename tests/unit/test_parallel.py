@@ -354,8 +354,8 @@ KEPT_POOLS = 3
 class Matrix:
     """Compares layouts with one process; ranks of a layout stay alive from case to case."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, families=FAMILIES):
+        self.folder, self.families = folder, families
         self.pools, self.models, self.known = {}, {}, {}
 
     def close(self):
@@ -387,7 +387,7 @@ class Matrix:
             path = self.folder / family.replace(" ", "-")
             with torch.random.fork_rng():
                 torch.manual_seed(1)
-                module = hf.AutoModelForCausalLM.from_config(FAMILIES[family])
+                module = hf.AutoModelForCausalLM.from_config(self.families[family])
                 for parameter in module.parameters():
                     parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
             module.save_pretrained(path)
