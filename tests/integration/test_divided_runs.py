@@ -67,6 +67,22 @@ def test_a_divided_actor_draws_and_trains_as_one_rank(small, untimed, layout):
     assert resumed.metrics[3]["train/mismatch"] < 1e-4
 
 
+@pytest.mark.slow
+def test_a_divided_mixture_of_experts_draws_and_trains_as_one_rank(small):
+    """Engines receive experts one by one; loads of experts are those of one rank; the run goes on there."""
+    mixture = divided({"shard": 2}) | {"model": "tiny-moe-random", "algorithm": {**PPO, "entropy": 0.01}, "optim": {"lr": 1e-4}}
+    alone = drumroll.train(small(name="alone", **{**mixture, "roles": {}}))
+    run = drumroll.train(small(cluster=TWO, **mixture))
+    assert first_tokens(run) == first_tokens(alone)
+    loads = [key for key in run.metrics[1] if "/expert" in key or "router" in key]
+    assert len(loads) == 2 * 7  # of actor and critic: four layers, the largest, idle ones, entropy
+    for key in ("train/loss", "train/grad_norm", *loads):
+        assert run.metrics[1][key] == pytest.approx(alone.metrics[1][key], rel=1e-4, abs=1e-6), key
+    assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
+    resumed = drumroll.train(resume=run.path, overrides=["steps=3", "roles.actor.parallel.shard=1"])
+    assert resumed.metrics[3]["train/mismatch"] < 1e-4
+
+
 def test_what_cannot_be_divided_is_refused_with_the_arithmetic(small):
     with pytest.raises(ConfigError, match=r"tensor 2 does not divide the 5 heads"):
         drumroll.train(small(cluster=TWO, roles={"actor": {"parallel": {"tensor": 2}}}))

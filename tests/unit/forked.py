@@ -22,6 +22,8 @@ FORKED.set_forkserver_preload(
         "torch",
         "torch.distributed",
         "transformers.models.llama.modeling_llama",
+        "transformers.models.mixtral.modeling_mixtral",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
         "drumroll.learners.backends.torch",
         "drumroll.api",
     ]

@@ -1,5 +1,7 @@
 """Packing loses nothing, and cutting a batch changes neither its tokens nor its gradient."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -141,7 +143,7 @@ def random_groups(count=6, samples=4, seed=0):
 
 
 def exact(model):
-    """Norms in the model's own precision. Hugging Face's round activations and gradients to float32 on the way, and what
+    """Norms and routers in the model's own precision. Hugging Face's round activations and gradients to float32 on the way, and what
     is shared is added up before that rounding, not after: without this, a float64 model agrees only to about 1e-7."""
     for norm in model.module.modules():
         if type(norm).__name__.endswith("RMSNorm"):
@@ -152,7 +154,15 @@ def exact(model):
                 return (norm.weight + gain) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
             norm.forward = forward
+        if type(norm).__name__.endswith("TopKRouter"):
+            norm.forward = partial(exact_router, norm)
     return model
+
+
+def exact_router(router, x):
+    logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), router.weight)
+    top, chosen = logits.softmax(-1).topk(router.top_k)
+    return logits, top / top.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else top, chosen
 
 
 def gradient(batch, loss, aggregate=token_mean, micro_tokens=10_000, dtype="float64"):

@@ -11,7 +11,7 @@ import transformers as hf
 from drumroll.engines import Request, Sampling
 from drumroll.engines.native import NativeEngine
 from drumroll.errors import ModelError
-from drumroll.models import attention
+from drumroll.models import attention, experts
 from drumroll.models.loading import LoadedModel, kv_shapes
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -31,6 +31,10 @@ FAMILIES = {
             **GROUPED, head_dim=16, sliding_window=6, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
         )
     ),
+    "qwen3 moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**GROUPED, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
+    ),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**GROUPED, num_local_experts=4)),
     "gpt2": lambda: hf.GPT2LMHeadModel(
         hf.GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2)
     ),
@@ -46,6 +50,7 @@ def made(family):
             parameter.data.mul_(4)
     attention.register()
     module.set_attn_implementation(attention.NAME)
+    experts.use(module)
     return LoadedModel(module, SimpleNamespace(), frozenset())
 
 

@@ -18,6 +18,7 @@ from drumroll.learners.ranks import Ranks
 from drumroll.mesh import Mesh
 from drumroll.models import export
 from drumroll.models.export import export_model
+from drumroll.models.file_names import as_in_files, find_files
 from drumroll.models.loading import LoadedModel, load
 from drumroll.models.lora import add_adapters
 from drumroll.models.tiny import tokenizer
@@ -45,12 +46,13 @@ SMALL = {
 
 def small(family, dtype=torch.float32):
     torch.manual_seed(0)
-    return LoadedModel(hf.AutoModelForCausalLM.from_config(SMALL[family](), dtype=dtype).eval(), tokenizer(), frozenset())
+    module = hf.AutoModelForCausalLM.from_config(SMALL[family](), dtype=dtype).eval()
+    return LoadedModel(module, tokenizer(), frozenset(), files=find_files(module))
 
 
 def exported(model, folder, weights=None):
     folder.mkdir()
-    parameters = list(model.module.named_parameters())
+    parameters = list(as_in_files(model.module.named_parameters(), model.files or {}))
     export_model(model, weights or parameters, {name: tuple(p.shape) for name, p in parameters}, folder)
     return folder
 

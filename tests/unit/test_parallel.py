@@ -316,7 +316,7 @@ def distance(found, truth):
 def largest_part(parts):
     """The largest part of all parameters that a rank holds."""
     held = [sum(piece.tensor.numel() for piece in part["after"]) for part in parts]
-    return max(held) / sum({piece.name: math.prod(piece.shape) for piece in parts[0]["after"]}.values())
+    return max(held) / sum({piece.name: math.prod(piece.shape) for part in parts for piece in part["after"]}.values())
 
 
 def metrics_error(some, others):
@@ -354,8 +354,8 @@ KEPT_POOLS = 3
 class Matrix:
     """Compares layouts with one process; ranks of a layout stay alive from case to case."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, families=FAMILIES):
+        self.folder, self.families = folder, families
         self.pools, self.models, self.known = {}, {}, {}
 
     def close(self):
@@ -387,7 +387,7 @@ class Matrix:
             path = self.folder / family.replace(" ", "-")
             with torch.random.fork_rng():
                 torch.manual_seed(1)
-                module = hf.AutoModelForCausalLM.from_config(FAMILIES[family])
+                module = hf.AutoModelForCausalLM.from_config(self.families[family])
                 for parameter in module.parameters():
                     parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
             module.save_pretrained(path)

@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from drumroll.engines.rows import Chunk, Row, deliver
 from drumroll.engines.sampler import Restriction, choose, keyed_uniform
 from drumroll.errors import ConfigError
 from drumroll.models.attention import Decode, KVCache, PageSlots, Prefill, Reads
+from drumroll.models.experts import rows_alone
+from drumroll.models.file_names import as_in_files
 from drumroll.models.loading import LoadedModel, kv_shapes
 from drumroll.models.lora import adapter_parameters
 from drumroll.models.packing import PackedLinears, quicken_norms
@@ -127,7 +130,10 @@ class NativeEngine:
             self._renamed = True
 
     def load(self, version: Version, weights: Named, *, recompute: bool) -> None:
-        self._load(version, weights, dict(self.model.module.named_parameters()), recompute)
+        self._load(version, weights, self._parameters(), recompute)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return dict(as_in_files(self.model.module.named_parameters(), self.model.files or {}))
 
     def load_adapter(self, version: Version, adapter: Named, config: Mapping[str, Any], *, recompute: bool) -> None:
         self._load(version, adapter, adapter_parameters(self.model.module), recompute)
@@ -482,7 +488,8 @@ class NativeEngine:
         reads = _reads(live, [row.chain for row in rows])
         where = self._send(positions)
         layout = Decode(self._cache, self._page_slots(*map(list, zip(*at, strict=True))), where, reads, whole=self.fixed_shape)
-        logits = self._forward(self._send(tokens), where, layout, None)
+        with rows_alone() if self.fixed_shape else nullcontext():
+            logits = self._forward(self._send(tokens), where, layout, None)
         self._append(rows, logits if len(live) == len(slots) else logits.index_select(0, self._send(live)))
 
     def _forward(self, tokens: Tensor, positions: Tensor, layout: Prefill | Decode, keep: Tensor | None) -> Tensor:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from drumroll.models.blocks import Block as Block
+from drumroll.models.blocks import Files
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -29,16 +32,6 @@ class Piece:
         assert all(end <= whole for end, whole in zip(ends, self.shape, strict=True)), (
             f"{self.name}: {self.offsets} {self.shape}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Where elements of a parameter lie in a named tensor: a block of it, in row-major order."""
-
-    name: str  # Hugging Face's
-    shape: tuple[int, ...]  # of the whole tensor
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
 
 
 def cut(blocks: Sequence[Block], start: int, flat: Tensor, *, first: bool = True) -> list[Piece]:
@@ -59,6 +52,14 @@ def cut(blocks: Sequence[Block], start: int, flat: Tensor, *, first: bool = True
             begin += count
         start -= size
     return found
+
+
+def in_files(piece: Piece, files: Files) -> list[Piece]:
+    """A piece of a parameter as pieces of the tensors that a model's files hold in its place."""
+    if piece.name not in files:
+        return [piece]
+    start = piece.offsets[0] * math.prod(piece.shape[1:])  # only rows are divided
+    return cut(files[piece.name], start, piece.tensor.view(-1), first=piece.first)
 
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]

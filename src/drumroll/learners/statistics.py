@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from drumroll.models.experts import Routed
+
 Metrics = dict[str, float]
 
 QUANTILES = {"q01": 0.01, "q99": 0.99}
@@ -27,16 +29,21 @@ class Statistics:
     tokens: int = 0
     steps: list[tuple[float, float]] = field(default_factory=list)  # gradient norm and learning rate of each optimizer step
     columns: dict[str, list[Tensor]] = field(default_factory=dict)
+    visits: dict[int, Tensor] = field(default_factory=dict)  # by layer: [experts] how many trained tokens visited each
     ahead: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)  # losses and columns still on the device
 
-    def add(self, loss: Tensor, tokens: int, columns: dict[str, Tensor]) -> None:
-        """Count a micro-batch: its part of the loss, its trained tokens, and their diagnostics."""
+    def add(self, loss: Tensor, tokens: int, columns: dict[str, Tensor], routed: Routed | None = None) -> None:
+        """Count a micro-batch: its part of the loss, its trained tokens, their diagnostics, and the experts that they visited."""
         self.tokens += tokens
+        if routed is not None:
+            columns = {**columns, "router_entropy": routed.entropy}
+            self._visit(routed.visits)
         self.ahead.append((loss.detach(), {name: column.detach().float() for name, column in columns.items()}))
 
     def settle(self) -> None:
         """Bring to the host what is still on the device: it waits twice, however much there is."""
         found, self.ahead = self.ahead, []
+        self.visits = {layer: counts.cpu() for layer, counts in self.visits.items()}
         if not found:
             return
         for loss in torch.stack([loss for loss, _ in found]).cpu().tolist():
@@ -45,6 +52,10 @@ class Statistics:
         for (name, _), column in zip(named, _to_host([column for _, column in named]), strict=True):
             self.columns.setdefault(name, []).append(column)
 
+    def _visit(self, visits: dict[int, Tensor]) -> None:
+        for layer, counts in visits.items():
+            self.visits[layer] = self.visits[layer] + counts if layer in self.visits else counts
+
     def extend(self, other: Statistics) -> None:
         """Count all that another has counted, but for the optimizer's steps."""
         other.settle()
@@ -52,6 +63,7 @@ class Statistics:
         self.loss += other.loss
         for name, parts in other.columns.items():
             self.columns.setdefault(name, []).extend(parts)
+        self._visit(other.visits)
 
     def metrics(self) -> Metrics:
         """`<area>/<name>`: means over trained tokens, of some also quantiles and maximum."""
@@ -70,7 +82,17 @@ class Statistics:
                     found[f"{name}_{label}"] = float(ordered[round(q * (len(ordered) - 1))])
             if name == "correction":  # effective sample size of the corrected tokens, as a share
                 found["effective_samples"] = float(column.sum() ** 2 / (len(column) * (column**2).sum()).clamp_min(1e-12))
+        found |= _loads(self.visits)
         return {f"{self.area}/{name}": float(value) for name, value in found.items()}
+
+
+def _loads(visits: dict[int, Tensor]) -> Metrics:
+    """How many more tokens than on average visit the busiest expert, of each layer and of all, and the share of experts without any."""
+    if not visits:
+        return {}
+    layers = {f"expert_load/layer{layer}": float(counts.max() / counts.float().mean()) for layer, counts in visits.items()}
+    idle = float((torch.cat(list(visits.values())) == 0).float().mean())
+    return {"expert_load/max": max(layers.values()), **layers, "experts_idle": idle}
 
 
 def _to_host(columns: list[Tensor]) -> list[Tensor]:

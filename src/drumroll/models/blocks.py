@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,20 @@ from drumroll.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Where elements of a parameter lie in a named tensor: a block of it, in row-major order."""
+
+    name: str  # Hugging Face's
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+Files = Mapping[str, Sequence[Block]]
+"""The tensors in a model's files that are, one after another, the parameter of a name; only where they are not the same."""
 
 
 class BlockSource(Protocol):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from drumroll.models.blocks import local_tensor
+from drumroll.models.file_names import as_in_files
 from drumroll.models.loading import LoadedModel
 from drumroll.models.lora import BASE, base_weights, has_adapters, merge
 
@@ -44,20 +45,21 @@ def export_model(
     """Write the trained weights with config and tokenizer; adapters are merged, and kept alone in `adapter/` beside.
 
     All ranks call it together, and the first one gives the folder. `weights` yields the trained tensors, whole, in the order
-    of `shapes`; `whole` brings the parts of any other tensor together. `dtype` is the type of the tensors, where it is not
+    of `shapes`, both as the model's files hold them; `whole` brings the parts of any other tensor together. `dtype` is the type of the tensors, where it is not
     that of the module's parameters.
     """
-    module = model.module
+    module, files = model.module, model.files or {}
     buffers = _buffers(module)
     if has_adapters(module):
         adapters = _save_adapters(module, weights, folder)
-        layout = {name.replace(BASE, "."): _outline(weight) for name, weight, _ in base_weights(module)}
-        weights = _merged(module, adapters, whole)
+        layout = dict(as_in_files(((n.replace(BASE, "."), _outline(w)) for n, w, _ in base_weights(module)), files))
+        weights = as_in_files(_merged(module, adapters, whole), files)
     else:
         dtypes = {name: dtype or parameter.dtype for name, parameter in module.named_parameters()}
+        dtypes |= {block.name: dtypes[name] for name, blocks in files.items() if name in dtypes for block in blocks}
         layout = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
     layout |= {name: _outline(buffer) for name, buffer in buffers.items()}
-    converted = _converted(module, layout)
+    converted = model.files is None and _converted(module, layout)
     write = None if folder is None else _Writer(folder, dict(_original(module, layout.items(), converted)))
     for name, tensor in _original(module, chain(weights, buffers.items()), converted):
         if write is not None:

@@ -7,7 +7,7 @@ to fix, so every failure says what was looked for and what to do offline.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from drumroll.config.roles import BUILT_IN_MODELS
 from drumroll.errors import HubError, ModelError, did_you_mean
-from drumroll.models import attention, tiny, witness
-from drumroll.models.blocks import BlocksInFiles, BlocksInMemory, BlockSource, parameters_on_meta
+from drumroll.models import attention, experts, tiny, witness
+from drumroll.models.blocks import BlocksInFiles, BlocksInMemory, BlockSource, Files, parameters_on_meta
+from drumroll.models.file_names import as_in_files, find_files
 from drumroll.models.tensor_parallel import TensorParallel
 from drumroll.processes import accelerator
 
@@ -33,6 +34,7 @@ class LoadedModel:
     tokenizer: Any
     eos: frozenset[int]
     parallel: TensorParallel | None = None  # how it is divided over ranks that compute it together
+    files: Files | None = field(default_factory=dict)  # how its files hold its parameters; None if that is not known
 
 
 def load(
@@ -53,10 +55,11 @@ def load(
     witness.prove(module)
     module = module.to(device=accelerator.pick(device))
     module.set_attn_implementation(attention.NAME)
+    experts.use(module)
     module.eval()
     if recompute_activations:
         module.gradient_checkpointing_enable({"use_reentrant": False})
-    return LoadedModel(module, tokenizer, _eos(module.generation_config, tokenizer))
+    return LoadedModel(module, tokenizer, _eos(module.generation_config, tokenizer), files=find_files(module))
 
 
 def load_empty(name: str, *, dtype: str, seed: int = 0, recompute_activations: bool = False) -> tuple[LoadedModel, BlockSource]:
@@ -67,7 +70,8 @@ def load_empty(name: str, *, dtype: str, seed: int = 0, recompute_activations: b
     attention.register()
     if name in tiny.RANDOM:
         whole = load(name, dtype=dtype, seed=seed)
-        config, tokenizer, source = whole.module.config, whole.tokenizer, BlocksInMemory(whole.module.state_dict())
+        config, tokenizer = whole.module.config, whole.tokenizer
+        source = BlocksInMemory(dict(as_in_files(whole.module.state_dict().items(), whole.files or {})))
         generation = whole.module.generation_config
     else:
         folder = _downloaded(str(tiny.SHIPPED.get(name, name)))
@@ -84,10 +88,16 @@ def load_empty(name: str, *, dtype: str, seed: int = 0, recompute_activations: b
         )
     witness.prove(module)
     module.set_attn_implementation(attention.NAME)
+    experts.use(module)
     module.eval()
     if recompute_activations:
         module.gradient_checkpointing_enable({"use_reentrant": False})
-    return LoadedModel(module, tokenizer, _eos(module.generation_config, tokenizer)), source
+    if (files := find_files(module)) is None:
+        raise ModelError(
+            f"model: the files of models of type '{config.model_type}' hold other tensors than transformers' module, and ranks that "
+            "divide it (shard, tensor) cannot tell which; use data, where each rank holds the whole model."
+        )
+    return LoadedModel(module, tokenizer, _eos(module.generation_config, tokenizer), files=files), source
 
 
 def _downloaded(name: str) -> Path:
@@ -122,7 +132,9 @@ def end_tokens(name: str) -> frozenset[int]:
             return GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
 
     _quiet_transformers()
-    return _eos(_pretrained(str(tiny.SHIPPED.get(name.removesuffix("-random"), name)), generation), load_tokenizer(name))
+    if name in tiny.RANDOM:
+        return _eos(GenerationConfig.from_model_config(tiny.config(**tiny.RANDOM[name])), tiny.tokenizer())
+    return _eos(_pretrained(str(tiny.SHIPPED.get(name, name)), generation), load_tokenizer(name))
 
 
 def load_classifier(name: str, *, dtype: str, device: str) -> tuple[Any, int]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from drumroll.config.roles import LoraConfig
 from drumroll.errors import ConfigError, ModelError
 from drumroll.models.blocks import parameters_on_meta
+from drumroll.models.experts import has_experts
 from drumroll.models.loading import LoadedModel
 
 BASE = ".base_layer."
@@ -22,13 +23,21 @@ BASE = ".base_layer."
 def add_adapters(model: LoadedModel, config: LoraConfig, *, empty: bool = False) -> None:
     """Freeze the weights and put trainable adapters beside them; they change nothing until trained.
 
-    With `empty` their parameters are on the meta device, like those of the model.
+    With `empty` their parameters are on the meta device, like those of the model. Experts and routers have none.
     """
+    mixture = has_experts(model.module)
+    if mixture and config.targets == "all-linear":  # peft would count them in
+        linear = {name.rpartition(".")[2] for name, m in model.module.base_model.named_modules() if isinstance(m, nn.Linear)}
+        config = config.model_copy(update={"targets": sorted(linear)})
     try:
         with parameters_on_meta() if empty else nullcontext():
             model.module.add_adapter(_peft(config))
     except ValueError as error:
         raise ModelError(f"roles.actor.lora: {str(error).strip().splitlines()[0]}") from error
+    if mixture and any("experts." in name for name in adapter_parameters(model.module)):
+        raise ModelError(
+            "roles.actor.lora: the experts of a mixture get no adapters; name other layers in targets, for example [q_proj, v_proj]."
+        )
     if not empty:
         with torch.no_grad():
             for name, parameter in model.module.named_parameters():

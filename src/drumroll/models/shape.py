@@ -69,6 +69,8 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
     "~/.cache/drumroll/smollm2-135m-instruct": _SMOLLM2_135M,
 }
 """Public configs of the models that recipes name."""
+EXPERTS = ".experts."
+"""In the names of parameters that are the experts of a layer, one row each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,16 @@ class ModelShape:
     """The MLP multiplies two projections (SwiGLU, GeGLU)."""
     norms: tuple[int, int]
     """Widths of a layer's norms, added up: over hidden states, and over queries and keys."""
+    experts: int
+    """Experts of a layer; 0 for a dense model."""
     visits: int
     """Experts that a token visits; 0 for a dense model."""
+    expert_width: int
+    """Width of one expert; 0 for a dense model."""
+    routed: int
+    """Parameters of all experts of all layers, without routers and experts that every token visits."""
+    routed_layer: int
+    """The same for the largest layer."""
     vocabulary: int
 
     @property
@@ -160,6 +170,7 @@ def measure(module: Any) -> ModelShape:
     mlp = {name: p for name, p in largest.items() if p.dim() >= 2 and "attn" not in name and "attention" not in name}
     visits = (getattr(config, "num_experts_per_tok", None) or 0) if any("expert" in name for name in mlp) else 0
     width = _mlp_width(config, visits)
+    routed = [sum(p.numel() for name, p in layer.items() if EXPERTS in name) for layer in layers]
     return ModelShape(
         family=config.model_type,
         parameters=sum(p.numel() for p in parameters),
@@ -176,7 +187,11 @@ def measure(module: Any) -> ModelShape:
         mlp=width,
         gated=bool(visits) or sum(p.numel() for p in mlp.values()) > 2.5 * width * config.hidden_size,
         norms=_norms(largest, config.hidden_size, heads * head_dim, kv_heads * head_dim),
+        experts=next((p.shape[0] for name, p in largest.items() if EXPERTS in name), 0),
         visits=visits,
+        expert_width=width // visits if visits else 0,
+        routed=sum(routed),
+        routed_layer=max(routed),
         vocabulary=embedding.shape[0],
     )
 
@@ -198,7 +213,9 @@ def _config(name: str) -> Mapping[str, Any] | None:
     """The config of a model: a local one, one in the hub's cache, or the table's."""
     from drumroll.models import tiny
 
-    path = tiny.SHIPPED.get(name.removesuffix("-random"), Path(name).expanduser()) / "config.json"
+    if name in tiny.RANDOM:
+        return tiny.config(**tiny.RANDOM[name]).to_dict()
+    path = tiny.SHIPPED.get(name, Path(name).expanduser()) / "config.json"
     if not path.exists() and name not in KNOWN and name.count("/") == 1:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError

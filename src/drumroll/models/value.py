@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from drumroll.models.file_names import renamed
 from drumroll.models.loading import LoadedModel
 from drumroll.models.prefix_tree import PrefixTree
 
@@ -37,4 +38,5 @@ class ValueModel(nn.Module):
 
 def value_model(model: LoadedModel) -> LoadedModel:
     """The same model with a value head in place of its language-model head."""
-    return dataclasses.replace(model, module=ValueModel(model.module.base_model))
+    files = renamed(model.files, f"{model.module.base_model_prefix}.", f"{BODY}.")
+    return dataclasses.replace(model, module=ValueModel(model.module.base_model), files=files)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from drumroll.batch import Path
 from drumroll.errors import ModelError
-from drumroll.models import attention
+from drumroll.models import attention, experts
 from drumroll.models.head import score
 from drumroll.models.prefix_tree import PrefixTree
 
@@ -238,6 +238,7 @@ class _Trial:
     def eager(self, nodes: list[int], *, off: str | None = None, tokens: Tensor | None = None, **more: Any) -> Tensor:
         """The log-probs of a sequence's tokens after the first by transformers, with a feature switched off if asked."""
         self.model.set_attn_implementation("eager" if off is None else EAGER)
+        experts.use(self.model, "eager")
         if off is not None:
             self.switch = more["witness"] = _Switch(off)
         row = (self.tokens if tokens is None else tokens)[nodes]
@@ -248,6 +249,7 @@ class _Trial:
     def ours(self) -> Tensor:
         """The log-probs of all sequences as the learner computes them."""
         self.model.set_attn_implementation(attention.NAME)
+        experts.use(self.model)
         paths = [Path(torch.tensor(nodes), start=12 if i == 1 else 0) for i, nodes in enumerate(SEQUENCES)]
         before = torch.cat([path.nodes[:-1] for path in paths])
         chosen = self.tokens[torch.cat([path.nodes[1:] for path in paths])]

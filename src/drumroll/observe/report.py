@@ -36,6 +36,7 @@ FROM_ZERO = ("rollout/length", "rollout/tokens_per_s")
 NOT_STAGES = ("time/step", "time/tokens_per_s", "time/checkpoint_write")  # A sum, a speed, and work beside the stages.
 EVAL = re.compile(r"eval/([^/]+)(/sampled)?")
 COLOURS = 8  # As many as the template has; a chart with more series is split.
+FAMILIES = ("reward/", "eval/", "environment/", "train/expert_load/", "critic/expert_load/")  # Drawn together, by name.
 STEPS_DRAWN = 1500
 FAILURE_FILES = 2000
 ROWS_PER_FILE, FAILED_PER_FILE = 32, 8
@@ -147,9 +148,7 @@ def _charts(keys: Sequence[str]) -> tuple[list[Chart], list[Chart]]:
     shown = {series.key for chart in overview for series in chart.series}
     families: dict[str, list[str]] = {}
     for key in sorted(set(keys) - shown):
-        families.setdefault(key.rpartition("/")[0] if key.startswith(("reward/", "eval/", "environment/")) else "", []).append(
-            key
-        )
+        families.setdefault(key.rpartition("/")[0] if key.startswith(FAMILIES) else "", []).append(key)
     rest = [chart for name, members in families.items() if name for chart in _split(name, _numbered(members, f"{name}/"))]
     return overview, rest + [Chart(key, [Series(key, key)]) for key in families.get("", ())]
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from drumroll.config.roles import ParallelConfig
 from drumroll.errors import ConfigError, ModelError
 from drumroll.learners.backend import LearnerSpec
-from drumroll.learners.pieces import Piece
+from drumroll.learners.pieces import Piece, in_files
 from drumroll.learners.ranks import Ranks
-from drumroll.models.blocks import BlockSource, local_tensor, materialise, replace_parameters
+from drumroll.models.blocks import BlockSource, Files, local_tensor, materialise, replace_parameters
 from drumroll.models.loading import DTYPES, LoadedModel, load_empty
 from drumroll.models.lora import BASE, add_adapters, first_adapter, is_adapter
 from drumroll.models.tensor_parallel import TensorParallel, divide
@@ -113,7 +113,7 @@ def open_divided(spec: LearnerSpec) -> tuple[LoadedModel, nn.Module, Division]:
     if mesh.shard > 1:
         _shard(scorer, layers, spec.ranks, spec.parallel, DTYPES[spec.dtype])
     materialise(scorer, accelerator.pick(spec.device))
-    _fill(model.module, source, division, spec.name)
+    _fill(model.module, model.files or {}, source, division, spec.name)
     return model, scorer, division
 
 
@@ -153,20 +153,22 @@ def _device_mesh(ranks: Ranks) -> DeviceMesh:
     return DeviceMesh.from_group(groups, kind, torch.tensor(mine).view(mesh.data, mesh.shard), mesh_dim_names=("data", "shard"))
 
 
-def _fill(module: nn.Module, source: BlockSource, division: Division, model: str) -> None:
+def _fill(module: nn.Module, files: Files, source: BlockSource, division: Division, model: str) -> None:
     """Read this rank's block of every parameter, rounded to the type of the working weights."""
     for name, parameter in module.named_parameters():
-        block = division.piece(name, local_tensor(parameter))
-        own = division.source_name(name)
-        if own in source:
-            found = source.block(own, block.shape, block.offsets, tuple(block.tensor.shape)).to(division.dtype)
-        elif is_adapter(name):
-            found = first_adapter(name, block.shape)[tuple(map(slice, block.offsets, _ends(block)))]
-        elif isinstance(module, ValueModel) and not name.startswith(f"{BODY}."):
-            found = torch.zeros(block.tensor.shape)
-        else:
-            raise ModelError(f"model: the files of {model} hold no tensor {own}; load it with transformers, and save it anew.")
-        block.tensor.copy_(found)
+        for block in in_files(division.piece(name, local_tensor(parameter)), files):
+            own = division.source_name(block.name)
+            if own in source:
+                found = source.block(own, block.shape, block.offsets, tuple(block.tensor.shape)).to(division.dtype)
+            elif is_adapter(name):
+                found = first_adapter(name, block.shape)[tuple(map(slice, block.offsets, _ends(block)))]
+            elif isinstance(module, ValueModel) and not name.startswith(f"{BODY}."):
+                found = torch.zeros(block.tensor.shape)
+            else:
+                raise ModelError(
+                    f"model: the files of {model} hold no tensor {own}; load it with transformers, and save it anew."
+                )
+            block.tensor.copy_(found)
 
 
 def _ends(block: Piece) -> tuple[int, ...]:

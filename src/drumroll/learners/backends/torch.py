@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
@@ -29,11 +29,13 @@ from drumroll.learners.checkpoint import MASTER, MOMENTS, Snapshot, State, adamw
 from drumroll.learners.checkpoint import load as load_checkpoint
 from drumroll.learners.heads import Head, LogProbHead, Settings, ValueHead
 from drumroll.learners.learner import Learner
-from drumroll.learners.pieces import Piece
+from drumroll.learners.pieces import Block, Piece, in_files
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.statistics import Statistics
 from drumroll.models.blocks import local_tensor
+from drumroll.models.experts import Routers
 from drumroll.models.export import export_model
+from drumroll.models.file_names import as_in_files
 from drumroll.models.loading import LoadedModel, load
 from drumroll.models.lora import add_adapters, without_adapters
 from drumroll.models.prefix_tree import PrefixTree
@@ -78,11 +80,13 @@ class TorchBackend:
         divided: Divided | None = None,
     ) -> None:
         self._model = model
+        self.files = model.files or {}
         self.ranks = ranks
         self.divided = divided
         self.stop = threading.Event()
         self.device = next(model.module.parameters()).device
         self.scorer = head.scorer(model) if divided is None else divided.scorer
+        self._routers = Routers(self.scorer)
         model.module.eval()
         if config is None:
             model.module.requires_grad_(False)
@@ -184,11 +188,13 @@ class TorchBackend:
         return statistics
 
     def _add_loss(self, inputs: tuple[Any, ...], micro: Batch, loss: LossFunction, statistics: Statistics) -> Tensor:
-        numbers = self._forward(inputs)
+        with self._routers.noting():
+            numbers = self._forward(inputs)
+        routed = self._routers.take(inputs[2])
         if not micro.mask.any():
             return torch.stack([number.sum() for number in numbers]).sum() * 0.0
         total, diagnostics = loss(numbers, micro)
-        statistics.add(total.detach(), int(micro.mask.sum()), diagnostics)
+        statistics.add(total.detach(), int(micro.mask.sum()), diagnostics, routed)
         return total
 
     def _sum_gradients(self, last: bool) -> None:
@@ -259,6 +265,9 @@ class TorchBackend:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The working weights themselves, not copies, where this rank has them whole."""
+        return as_in_files(self._whole(), self.files)
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if self.divided is None:
                 yield name, parameter.detach()
@@ -270,33 +279,47 @@ class TorchBackend:
 
     def pieces(self) -> list[Piece]:
         """The master weights as blocks of the whole tensors."""
-        named = zip(self.names, self.master, strict=True)
+        return self._pieces(self.master)
+
+    def gradient_pieces(self) -> list[Piece]:
+        """The gradient in the same way."""
+        return self._pieces([master.grad for master in self.master if master.grad is not None])
+
+    def _pieces(self, tensors: Sequence[Tensor]) -> list[Piece]:
+        """Tensors like the master weights, in their order, as blocks of the tensors that files hold."""
+        named = zip(self.names, tensors, strict=True)
+        return [part for name, tensor in named for part in in_files(self._piece(name, tensor.detach()), self.files)]
+
+    def _piece(self, name: str, tensor: Tensor) -> Piece:
         if self.divided is not None:
-            return [self.divided.division.piece(name, master.detach()) for name, master in named]
-        first = self.ranks.mesh.rank == 0
-        return [Piece(name, tuple(m.shape), (0,) * m.dim(), m.detach(), first) for name, m in named]
+            return self.divided.division.piece(name, tensor)
+        return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, self.ranks.mesh.rank == 0)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors in files, also those of which this rank holds nothing."""
+        whole = {name: self._piece(name, master.detach()).shape for name, master in zip(self.names, self.master, strict=True)}
+        blocks = {name: self.files.get(name, (Block(name, shape, (), ()),)) for name, shape in whole.items()}
+        return {block.name: block.shape for parts in blocks.values() for block in parts}
 
     def snapshot(self) -> Snapshot:
         assert self.optimizer is not None, "a frozen role has no state"
         moments, step = adamw_state(self.optimizer, self.master)
-        return Snapshot.take(self.ranks.mesh.rank, self._state(moments), step)
+        return Snapshot.take(self.ranks.mesh.rank, self._state(moments), step, self._shapes())
 
     def load(self, folder: FilePath) -> None:
         assert self.optimizer is not None, "a frozen role has no state"
         moments = {key: [torch.zeros_like(master) for master in self.master] for key in MOMENTS}
-        step = load_checkpoint(folder, self._state(moments))
+        step = load_checkpoint(folder, self._state(moments), self._shapes())
         set_adamw_state(self.optimizer, self.master, moments, step)
         self._release_gathered()
         self._refresh_working()
 
     def _state(self, moments: Mapping[str, Sequence[Tensor]]) -> State:
         """Master weights and moments as pieces."""
-        pieces = self.pieces()
-        shown = {key: [replace(p, tensor=t) for p, t in zip(pieces, of, strict=True)] for key, of in moments.items()}
-        return {MASTER: pieces, **shown}
+        return {MASTER: self.pieces(), **{key: self._pieces(of) for key, of in moments.items()}}
 
     def export(self, folder: FilePath) -> None:
-        shapes, target = {piece.name: piece.shape for piece in self.pieces()}, folder if self.ranks.mesh.rank == 0 else None
+        shapes, target = self._shapes(), folder if self.ranks.mesh.rank == 0 else None
         if self.divided is None:
             export_model(self._model, self.weights(), shapes, target)
             return
