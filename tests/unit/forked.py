@@ -24,6 +24,7 @@ FORKED.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
         "drumroll.learners.backends.torch",
         "drumroll.api",
+        "megatron.core.models.gpt",
     ]
 )
 

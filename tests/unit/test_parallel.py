@@ -17,6 +17,7 @@ from functools import partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 
+import megatron_on_cpu
 import pytest
 import torch
 import torch.distributed as dist
@@ -146,6 +147,8 @@ def open_learner(ranks, folder, role, dtype, recompute=False, backend="torch", *
     head, lora = ROLES[role]
     parallel = ParallelConfig(**{axis: getattr(ranks.mesh, axis) for axis in AXES}, **options)
     spec = LearnerSpec(folder, head, ranks, OPTIM, dtype, lora=lora, parallel=parallel, recompute_activations=recompute)
+    if backend == "megatron":
+        megatron_on_cpu.install()
     backend = find_backend(backend)(spec)
     if dtype == "float64":
         exact(SimpleNamespace(module=backend.scorer))
@@ -153,6 +156,7 @@ def open_learner(ranks, folder, role, dtype, recompute=False, backend="torch", *
         if "lora_" in piece.name or piece.name.startswith("head."):
             whole = torch.randn(piece.shape, generator=torch.Generator().manual_seed(zlib.crc32(piece.name.encode()))) * 0.1
             piece.tensor.copy_(whole[where(piece)])
+    backend._refresh_working()
     return Learner(backend, OPTIM, head)
 
 
@@ -316,7 +320,7 @@ def distance(found, truth):
 def largest_part(parts):
     """The largest part of all parameters that a rank holds."""
     held = [sum(piece.tensor.numel() for piece in part["after"]) for part in parts]
-    return max(held) / sum({piece.name: math.prod(piece.shape) for piece in parts[0]["after"]}.values())
+    return max(held) / sum({piece.name: math.prod(piece.shape) for part in parts for piece in part["after"]}.values())
 
 
 def metrics_error(some, others):
@@ -328,7 +332,7 @@ def metrics_error(some, others):
 def errors(parts, alone, works, mesh):
     """The errors of ranks against one process."""
     (alone,) = alone
-    held, due = largest_part(parts), 1 / (mesh.shard * mesh.tensor)
+    held, due = largest_part(parts), 1 / (mesh.shard * mesh.tensor * mesh.pipeline)
     assert held <= 1.1 * due, f"a rank holds {held:.2f} of the parameters, not {due:.2f}"  # norms are whole along `tensor`
     leaders = [parts[rank] for rank in mesh.leaders()]
     grads = [
@@ -381,13 +385,16 @@ class Matrix:
             self.pools.pop(tuple(layout.items()), None)
             raise
 
+    def config(self, family):
+        return FAMILIES[family]
+
     def model(self, family):
         """A directory with a random model of a family, no parameter of which is 0 or 1."""
         if family not in self.models:
             path = self.folder / family.replace(" ", "-")
             with torch.random.fork_rng():
                 torch.manual_seed(1)
-                module = hf.AutoModelForCausalLM.from_config(FAMILIES[family])
+                module = hf.AutoModelForCausalLM.from_config(self.config(family))
                 for parameter in module.parameters():
                     parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
             module.save_pretrained(path)
