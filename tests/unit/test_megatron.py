@@ -2,13 +2,28 @@
 
 import dataclasses
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
+import megatron_on_cpu
 import pytest
 import test_parallel
+import torch
 import transformers as hf
-from test_parallel import LIMITS, SIZES, Matrix, errors
+from forked import RankPool
+from safetensors.torch import load_file
+from test_parallel import LIMITS, RANKS, SIZES, Matrix, ReplicasDifferError, errors, meet, open_learner
 
+import drumroll
+from drumroll.config.learners import AXES
+from drumroll.config.roles import ParallelConfig
+from drumroll.errors import ConfigError, DrumrollError, ModelError
+from drumroll.learners.backend import LearnerSpec
+from drumroll.learners.backends import find_backend
+from drumroll.learners.heads import LogProbHead
+from drumroll.learners.megatron.names import Names, check_mesh
 from drumroll.learners.pieces import Piece
+from drumroll.learners.statistics import merge
 from drumroll.mesh import Mesh
 
 LAYOUTS = {
@@ -110,3 +125,196 @@ def test_every_layout_trains_every_model_as_one_process(matrix, layout, family, 
 def test_recomputed_activations_change_nothing(matrix, layout):
     found = matrix.compare(layout, "Qwen3-MoE" if "expert" in layout else "Qwen3", "actor", recompute=True)
     assert found.within(LIMITS["float32"]), found
+
+
+PLANTED = [
+    ("tensor 2, sequence", "Qwen3", ("left out", "halved", "own norm")),
+    ("pipeline 2", "Llama", ("left out", "halved", "own norm")),  # stages share the embedding
+    ("data 2", "Llama", ("left out", "halved", "own norm", "wrong share")),
+    ("expert 2", "Qwen3-MoE", ("left out", "halved", "own norm", "wrong share")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "family", "mistake"), [(a, b, mistake) for a, b, every in PLANTED for mistake in every])
+def test_a_planted_error_is_found(matrix, layout, family, mistake):
+    """By a number far beyond its limit, or because replicas differ."""
+    try:
+        found = matrix.compare(layout, family, "actor", mistake)
+    except ReplicasDifferError:
+        return
+    assert not found.within(LIMITS["float32"].times(100)), found
+
+
+# --- weights ---
+
+
+def published(rank, folder, role, export):
+    """The weights that a new learner publishes, and the type of its master weights."""
+    learner = open_learner(RANKS[-1], folder, role, "float32", backend="megatron")
+    learner.export(export) if role == "actor" else None
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "role"),
+    [
+        ("tensor 2 × pipeline 2", "Llama", "actor"),
+        *(pytest.param("tensor 2 × pipeline 2", f, r, marks=pytest.mark.slow) for f in DENSE for r in ("actor", "critic")),
+        *(pytest.param("expert 2 × tensor 2", f, r, marks=pytest.mark.slow) for f in MIXTURES for r in ("actor", "critic")),
+        *(pytest.param("tensor 2, sequence", f, "actor", marks=pytest.mark.slow) for f in MIXTURES),
+    ],
+)
+def test_weights_go_there_and_back_unchanged(matrix, tmp_path, layout, family, role):
+    folder = matrix.model(family)
+    truth = load_file(Path(folder, "model.safetensors"))
+    for found in matrix.run(LAYOUTS[layout], published, folder, role, tmp_path):
+        body = {f"model.{name.removeprefix('body.')}" if name.startswith("body.") else name: t for name, t in found.items()}
+        heads = {"head.weight", "head.bias"} if role == "critic" else set()
+        assert body.keys() - heads == truth.keys() - ({"lm_head.weight"} if heads else set())
+        assert all(torch.equal(body[name], tensor) for name, tensor in truth.items() if name in body)
+    if role == "actor" and family not in MIXTURES:
+        exported = load_file(tmp_path / "model.safetensors")
+        assert all(torch.equal(exported[name], tensor) for name, tensor in truth.items())
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+# --- checkpoints ---
+
+
+def begin(rank, folder, role, works, checkpoint, backend):
+    """Train, save, and go on: the statistics of the updates after saving."""
+    learner = open_learner(RANKS[-1], folder, role, "float32", backend=backend)
+    for work in works[:2]:
+        learner.update(work)
+    learner.snapshot()
+    RANKS[-1].most(0)
+    learner._write(checkpoint)
+    return [learner.update(work) for work in works[2:]]
+
+
+def resume(rank, folder, role, works, checkpoint, backend):
+    """Load and go on. The learner has computed before, with other weights."""
+    learner = open_learner(RANKS[-1], folder, role, "float32", backend=backend)
+    learner.update(works[1])
+    learner.load(checkpoint)
+    assert learner.step == 2
+    return [learner.update(work) for work in works[2:]]
+
+
+class Changes:
+    """Checkpoints of backends and layouts, and how training went on under them."""
+
+    def __init__(self, matrix, folder):
+        self.matrix, self.folder, self.known = matrix, folder, {}
+
+    def losses(self, function, family, role, layout, checkpoint):
+        works, backend = self.matrix.works(family, role) * 2, "torch" if layout == "torch" else "megatron"
+        axes = LAYOUTS.get(layout, {})
+        found = self.matrix.run(axes, function, self.matrix.model(family), role, works, checkpoint, backend)
+        leaders = [found[rank] for rank in Mesh(**axes).leaders()]
+        return [
+            merge(list(update))[f"{'critic' if role == 'critic' else 'train'}/loss"] for update in zip(*leaders, strict=True)
+        ]
+
+    def begun(self, *case):
+        """The checkpoint of a case, and the losses after it."""
+        if case not in self.known:
+            checkpoint = self.folder / " ".join(case)
+            checkpoint.mkdir()
+            self.known[case] = checkpoint, self.losses(begin, *case, checkpoint)
+        return self.known[case]
+
+
+@pytest.fixture(scope="module")
+def changes(matrix, tmp_path_factory):
+    return Changes(matrix, tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "before", "after"),
+    [
+        ("Llama", "actor", "data 2 × pipeline 2", "torch"),
+        ("Llama", "actor", "torch", "data 2 × pipeline 2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("Qwen3", "critic", "tensor 2 × pipeline 2", "torch"),
+                ("Qwen3", "critic", "torch", "tensor 2 × pipeline 2"),
+                ("Qwen2", "actor", "tensor 2, sequence", "data 2"),
+                ("Qwen3-MoE", "actor", "expert 2 × pipeline 2", "expert 2 × tensor 2"),
+                ("Mixtral", "actor", "data 2", "expert 2"),
+            ]
+        ),
+    ],
+)
+def test_training_goes_on_under_another_backend_or_layout(changes, family, role, before, after):
+    checkpoint, truth = changes.begun(family, role, before)
+    assert changes.losses(resume, family, role, after, checkpoint) == pytest.approx(truth, rel=1e-5, abs=1e-5)
+
+
+# --- what is refused ---
+
+
+def opened(rank, folder, seq=True, lora=None, shim=True):
+    """The sentence with which opening is refused."""
+    if shim:
+        megatron_on_cpu.install()
+    parallel = ParallelConfig(**{axis: getattr(RANKS[-1].mesh, axis) for axis in AXES}, sequence=seq)
+    try:
+        find_backend("megatron")(LearnerSpec(folder, LogProbHead(), RANKS[-1], lora=lora, parallel=parallel))
+    except DrumrollError as error:
+        return str(error)
+
+
+def test_opening_without_cuda_is_refused(matrix):
+    """In a process that has not loaded what the tests load."""
+    with RankPool(1) as pool:
+        pool.run(meet, {}, 0)
+        (said,) = pool.run(opened, matrix.model("Llama"), True, None, False)
+    assert said == "backend: megatron needs CUDA, which torch does not find here; use backend: torch."
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("Llama", {"attention_bias": True}, "does not compute biases"),
+        ("Qwen2", {"hidden_act": "gelu"}, "does not compute the activation gelu"),
+        ("Mixtral", {"sliding_window": 8}, "does not compute sliding windows"),
+        ("Qwen3-MoE", {"mlp_only_layers": [0]}, "does not compute layers without experts"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic"}}, "rotary embeddings of type 'dynamic'"),
+        ("Llama", {"model_type": "gemma2"}, "not 'gemma2'"),
+    ],
+)
+def test_a_model_that_the_map_cannot_express_is_refused(family, change, said):
+    config = SimpleNamespace(**{**FAMILIES[family].to_dict(), "model_type": FAMILIES[family].model_type, **change})
+    with pytest.raises(ModelError, match=re.escape(said)):
+        Names(config, value=False, tensor=1)
+
+
+def test_a_tensor_that_the_map_does_not_know_is_refused_by_name():
+    names = Names(FAMILIES["Qwen3"], value=False, tensor=1)
+    names.check_files([*names.shapes, "model.layers.0.self_attn.rotary_emb.inv_freq"], "here")
+    with pytest.raises(ModelError, match=re.escape("here has the tensor model.layers.0.self_attn.sinks,")):
+        names.check_files([*names.shapes, "model.layers.0.self_attn.sinks"], "here")
+    with pytest.raises(ModelError, match=re.escape("hold no tensor model.norm.weight;")):
+        names.check_files(names.shapes.keys() - {"model.norm.weight"}, "here")
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "said"),
+    [
+        ("Llama", {"tensor": 4}, "tensor 4 does not divide the model's 2 key-value heads; nearest that does: tensor 2."),
+        ("Llama", {"pipeline": 3}, "pipeline 3 does not divide the model's 2 layers; nearest that does: pipeline 2."),
+        ("Llama", {"data": 2, "expert": 2}, "expert 2 does not divide the model's 0 experts; nearest that does: expert 1."),
+        ("Mixtral", {"tensor": 2}, "experts with tensor > 1 need sequence: true"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_model_is_refused(family, sizes, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_mesh(FAMILIES[family], Mesh(**sizes), sequence=False)
+
+
+def test_no_production_module_knows_the_shim():
+    source = Path(drumroll.__file__).parent
+    assert not [path for path in source.rglob("*.py") if "megatron_on_cpu" in path.read_text("utf-8")]

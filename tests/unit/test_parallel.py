@@ -24,6 +24,7 @@ import torch.distributed as dist
 import transformers as hf
 from forked import RankPool
 from test_batch import exact, random_groups, relative
+from torch.distributed import distributed_c10d
 
 from drumroll.algorithms import Algorithm
 from drumroll.algorithms.aggregations import Shares
@@ -246,9 +247,8 @@ class Spoiled:
 
 @contextlib.contextmanager
 def spoiled(backend, spoil):
-    ranks = backend.ranks
     with pytest.MonkeyPatch.context() as patch:
-        for group in {id(group): group for group in (ranks.group, *ranks.along.values())}.values():
+        for group in distributed_c10d._world.pg_map:
             patch.setattr(group, "_gloo", Spoiled(group.gloo, spoil))
         yield
 
