@@ -5,11 +5,14 @@ a Ray cluster install it at their start if `environment()` is in the environment
 """
 
 import contextlib
+import os
+from pathlib import Path
 
 import torch
 import torch._dynamo
 import torch.distributed as dist
 
+SITE = Path(__file__).parent / "megatron_site"
 FACTORIES = ("empty", "ones", "tensor", "zeros")
 
 
@@ -88,3 +91,8 @@ def _megatron():
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     if not hasattr(moe, "te_general_gemm"):  # 0.16.1 forgets the name without TransformerEngine
         moe.te_general_gemm = None
+
+
+def environment():
+    """The environment of processes in which Megatron-Core is to run on a CPU."""
+    return {"PYTHONPATH": os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])}

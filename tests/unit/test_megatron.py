@@ -1,7 +1,10 @@
 """Megatron-Core behind the learner's loop trains as one process does, and its checkpoints go on under other backends."""
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +15,13 @@ import torch
 import transformers as hf
 from forked import RankPool
 from safetensors.torch import load_file
-from test_parallel import LIMITS, RANKS, SIZES, Matrix, ReplicasDifferError, errors, meet, open_learner
+from test_parallel import LIMITS, RANKS, SIZES, Matrix, ReplicasDifferError, copied, errors, meet, open_learner, pieces
 
 import drumroll
 from drumroll.config.learners import AXES
 from drumroll.config.roles import ParallelConfig
 from drumroll.errors import ConfigError, DrumrollError, ModelError
+from drumroll.learners import Learner
 from drumroll.learners.backend import LearnerSpec
 from drumroll.learners.backends import find_backend
 from drumroll.learners.heads import LogProbHead
@@ -150,9 +154,10 @@ def test_a_planted_error_is_found(matrix, layout, family, mistake):
 
 
 def published(rank, folder, role, export):
-    """The weights that a new learner publishes, and the type of its master weights."""
+    """The weights that a new learner publishes; it exports them too, if there is a folder."""
     learner = open_learner(RANKS[-1], folder, role, "float32", backend="megatron")
-    learner.export(export) if role == "actor" else None
+    if export is not None:
+        learner.export(export)
     return {name: tensor.clone() for name, tensor in learner.weights()}
 
 
@@ -168,15 +173,61 @@ def published(rank, folder, role, export):
 def test_weights_go_there_and_back_unchanged(matrix, tmp_path, layout, family, role):
     folder = matrix.model(family)
     truth = load_file(Path(folder, "model.safetensors"))
-    for found in matrix.run(LAYOUTS[layout], published, folder, role, tmp_path):
+    export = tmp_path if role == "actor" and family not in MIXTURES else None
+    for found in matrix.run(LAYOUTS[layout], published, folder, role, export):
         body = {f"model.{name.removeprefix('body.')}" if name.startswith("body.") else name: t for name, t in found.items()}
         heads = {"head.weight", "head.bias"} if role == "critic" else set()
         assert body.keys() - heads == truth.keys() - ({"lm_head.weight"} if heads else set())
         assert all(torch.equal(body[name], tensor) for name, tensor in truth.items() if name in body)
-    if role == "actor" and family not in MIXTURES:
+    if export is not None:
         exported = load_file(tmp_path / "model.safetensors")
         assert all(torch.equal(exported[name], tensor) for name, tensor in truth.items())
         hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+# --- other roles and types ---
+
+
+def alone(rank, folder, batch):
+    """What a frozen role computes."""
+    megatron_on_cpu.install()
+    learner = Learner(find_backend("megatron")(LearnerSpec(folder, LogProbHead(), RANKS[-1])))
+    return learner.infer_reference(batch, test_parallel.TEMPERATURE)
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2}], ids=str)
+def test_a_frozen_role_infers_on_every_stage(matrix, layout):
+    work, folder = matrix.works("Qwen2", "actor")[0], matrix.model("Qwen2")
+    ((truth, *_),) = matrix.run({}, test_parallel.infer, folder, "actor", [work.batch])
+    for found in matrix.run(layout, alone, folder, work.batch):
+        assert torch.allclose(found, truth, atol=1e-5)
+
+
+def low(rank, folder, works, moved):
+    """Masters, working weights and losses of a learner in bfloat16; `moved`: it goes to the host and back in between."""
+    learner = open_learner(RANKS[-1], folder, "actor", "bfloat16", backend="megatron")
+    statistics = [learner.update(works[0])]
+    if moved:
+        backend = learner.backend
+        backend._offload()
+        assert not any(storage.nbytes() for storage, _ in backend._offloaded)
+        backend.reload()
+    statistics.append(learner.update(works[1]))
+    return copied(pieces(learner.backend)), {n: t.clone() for n, t in learner.weights()}, statistics
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data 2", "tensor 2, sequence"])
+def test_working_weights_in_bfloat16_are_rounded_masters(matrix, layout):
+    """Also where everything moved to the host and back."""
+    works = matrix.works("Llama", "actor")
+    plain, moved = (matrix.run(LAYOUTS[layout], low, matrix.model("Llama"), works, moved) for moved in (False, True))
+    for found in (plain, moved):
+        for name, tensor in found[0][1].items():
+            masters = test_parallel.whole([[piece for piece in part[0] if piece.name == name] for part in found])
+            assert masters.dtype is torch.float32
+            assert torch.equal(masters.bfloat16(), tensor.flatten())
+    assert all(torch.equal(tensor, moved[0][1][name]) for name, tensor in plain[0][1].items())
 
 
 # --- checkpoints ---
@@ -318,3 +369,20 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(family, sizes, said):
 def test_no_production_module_knows_the_shim():
     source = Path(drumroll.__file__).parent
     assert not [path for path in source.rglob("*.py") if "megatron_on_cpu" in path.read_text("utf-8")]
+
+
+OPENED = """
+from drumroll.learners.backend import LearnerSpec
+from drumroll.learners.backends import find_backend
+from drumroll.learners.heads import LogProbHead
+from drumroll.learners.ranks import ALONE
+print(type(find_backend("megatron")(LearnerSpec("tiny-random", LogProbHead(), ALONE))).__name__)
+"""
+
+
+@pytest.mark.slow
+def test_processes_with_the_environment_of_the_shim_have_it(matrix):
+    done = subprocess.run(
+        [sys.executable, "-c", OPENED], env=os.environ | megatron_on_cpu.environment(), capture_output=True, text=True
+    )
+    assert done.stdout.strip().splitlines()[-1:] == ["MegatronBackend"], done.stderr

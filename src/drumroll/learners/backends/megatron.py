@@ -7,6 +7,7 @@ is interrupted ends after its minibatch's last micro-batch. A loss that fails co
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from drumroll.processes import accelerator
 @BACKENDS.register("megatron")
 def open_backend(spec: LearnerSpec) -> MegatronBackend:
     """Load this rank's part of a role's model."""
+    _quiet()
     if spec.lora is not None:
         raise ConfigError("roles.actor.lora: backend: megatron trains no adapters; use backend: torch.")
     try:
@@ -57,6 +59,12 @@ def open_backend(spec: LearnerSpec) -> MegatronBackend:
     names.check_files(source.names(), spec.name)
     groups.join(spec.ranks, spec.device)
     return MegatronBackend(spec, source_model, source, names)
+
+
+def _quiet() -> None:
+    """Advice of libraries would tear the live terminal."""
+    for module in (r"megatron\.", r"torch\.distributed\.c10d_logger"):
+        warnings.filterwarnings("ignore", module=module)
 
 
 @dataclass(frozen=True)
@@ -312,10 +320,15 @@ class MegatronBackend:
 
     def offload(self) -> None:
         if self.device.type != "cpu" and not self._offloaded:
-            self._offloaded = [(storage, storage.cpu()) for storage in self._storages()]
-            for storage, _ in self._offloaded:
-                storage.resize_(0)
+            self._offload()
             accelerator.empty_cache()
+
+    def _offload(self) -> None:
+        for storage in self._storages():
+            kept = torch.UntypedStorage(storage.nbytes())
+            kept.copy_(storage)
+            storage.resize_(0)
+            self._offloaded.append((storage, kept))
 
     def reload(self) -> None:
         for storage, kept in self._offloaded:

@@ -6,7 +6,6 @@ meshes have `data` slowest. Its groups are therefore made from its own numbers, 
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch.distributed as dist
@@ -25,8 +24,6 @@ _made: list[Any] = []
 def join(ranks: Ranks, device: str) -> None:
     """Make Megatron's groups, unless they exist: they are shared by all roles that open on the same ranks."""
     mesh = ranks.mesh
-    for module in (r"megatron\.", r"torch\.distributed\.c10d_logger"):  # advice that would tear the live terminal
-        warnings.filterwarnings("ignore", module=module)
     if not dist.is_initialized():
         dist.init_process_group(collectives(device), store=dist.HashStore(), rank=0, world_size=1)
     key = [dist.group.WORLD, mesh]
