@@ -1,5 +1,7 @@
 """A rank of Megatron-Core that fails or hangs ends the wait of its peer, and each says why."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,9 +117,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(model, both_ranks, tmp_path_factory):
-    """The weights after an update without a failure before it, by layout."""
+    """The weights after an update without a failure before it, of a layout."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    return {layout: both_ranks(rank, layout, model, folder)[0][1] for layout in LAYOUTS}
+    return cache(lambda layout: both_ranks(rank, layout, model, folder)[0][1])
 
 
 def cases(places, quick):
@@ -132,7 +134,7 @@ def test_a_failure_on_which_ranks_vote_leaves_nothing_behind(layout, where, mode
     for number, (ends, weights) in enumerate(both_ranks(rank, layout, model, tmp_path, where)):
         own = Interrupted if "interrupt" in where else MemoryError
         assert [kind for kind, _ in ends] == [own if number == failing(layout, where) else Interrupted]
-        truth = undisturbed[layout]
+        truth = undisturbed(layout)
         assert weights.keys() == truth.keys()
         assert all(torch.equal(tensor, truth[name]) for name, tensor in weights.items())
 
