@@ -26,6 +26,7 @@ FORKED.set_forkserver_preload(
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
         "drumroll.learners.backends.torch",
         "drumroll.api",
+        "megatron.core.models.gpt",
     ]
 )
 

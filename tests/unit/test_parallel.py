@@ -17,12 +17,14 @@ from functools import partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 
+import megatron_on_cpu
 import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
 from forked import RankPool
 from test_batch import exact, random_groups, relative
+from torch.distributed import distributed_c10d
 
 from drumroll.algorithms import Algorithm
 from drumroll.algorithms.aggregations import Shares
@@ -146,6 +148,8 @@ def open_learner(ranks, folder, role, dtype, recompute=False, backend="torch", *
     head, lora = ROLES[role]
     parallel = ParallelConfig(**{axis: getattr(ranks.mesh, axis) for axis in AXES}, **options)
     spec = LearnerSpec(folder, head, ranks, OPTIM, dtype, lora=lora, parallel=parallel, recompute_activations=recompute)
+    if backend == "megatron":
+        megatron_on_cpu.install()
     backend = find_backend(backend)(spec)
     if dtype == "float64":
         exact(SimpleNamespace(module=backend.scorer))
@@ -153,6 +157,7 @@ def open_learner(ranks, folder, role, dtype, recompute=False, backend="torch", *
         if "lora_" in piece.name or piece.name.startswith("head."):
             whole = torch.randn(piece.shape, generator=torch.Generator().manual_seed(zlib.crc32(piece.name.encode()))) * 0.1
             piece.tensor.copy_(whole[where(piece)])
+    backend._refresh_working()
     return Learner(backend, OPTIM, head)
 
 
@@ -242,9 +247,8 @@ class Spoiled:
 
 @contextlib.contextmanager
 def spoiled(backend, spoil):
-    ranks = backend.ranks
     with pytest.MonkeyPatch.context() as patch:
-        for group in {id(group): group for group in (ranks.group, *ranks.along.values())}.values():
+        for group in distributed_c10d._world.pg_map:
             patch.setattr(group, "_gloo", Spoiled(group.gloo, spoil))
         yield
 
@@ -328,7 +332,7 @@ def metrics_error(some, others):
 def errors(parts, alone, works, mesh):
     """The errors of ranks against one process."""
     (alone,) = alone
-    held, due = largest_part(parts), 1 / (mesh.shard * mesh.tensor)
+    held, due = largest_part(parts), 1 / (mesh.shard * mesh.tensor * mesh.pipeline)
     assert held <= 1.1 * due, f"a rank holds {held:.2f} of the parameters, not {due:.2f}"  # norms are whole along `tensor`
     leaders = [parts[rank] for rank in mesh.leaders()]
     grads = [
@@ -381,13 +385,16 @@ class Matrix:
             self.pools.pop(tuple(layout.items()), None)
             raise
 
+    def config(self, family):
+        return self.families[family]
+
     def model(self, family):
         """A directory with a random model of a family, no parameter of which is 0 or 1."""
         if family not in self.models:
             path = self.folder / family.replace(" ", "-")
             with torch.random.fork_rng():
                 torch.manual_seed(1)
-                module = hf.AutoModelForCausalLM.from_config(self.families[family])
+                module = hf.AutoModelForCausalLM.from_config(self.config(family))
                 for parameter in module.parameters():
                     parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
             module.save_pretrained(path)

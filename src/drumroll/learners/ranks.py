@@ -38,6 +38,7 @@ class Ranks:
     group: Any = None
     met: bool = False
     along: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 1800.0  # of a collective
 
     @classmethod
     def meet(
@@ -62,13 +63,14 @@ class Ranks:
             if is_accelerator(device):
                 steer_collectives(device, address)
             else:
-                backend, options = register_gloo(), gloo_options(host, address, patience)
+                options = gloo_options(host, address, patience)
+                backend = register_gloo(options)
             limit = timedelta(seconds=seconds)
             dist.init_process_group(
                 backend, store=store, rank=mesh.rank, world_size=mesh.size, timeout=limit, pg_options=options
             )
             along = {axis: _group_along(mesh, axis, backend, options, limit) for axis in AXES if getattr(mesh, axis) > 1}
-        return cls(mesh, dist.group.WORLD, met=True, along=along)
+        return cls(mesh, dist.group.WORLD, met=True, along=along, seconds=seconds)
 
     @property
     def divided(self) -> bool:

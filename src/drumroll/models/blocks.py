@@ -7,7 +7,7 @@ beside its own part.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,10 @@ class BlockSource(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
+    def names(self) -> Iterable[str]:
+        """The names of all tensors."""
+        ...
+
     def block(self, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Read a block of a tensor of this whole shape."""
         ...
@@ -55,6 +59,9 @@ class BlocksInMemory:
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
+
+    def names(self) -> Iterable[str]:
+        return self.tensors
 
     def block(self, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         return self.tensors[name][_slices(offsets, sizes)]
@@ -70,6 +77,9 @@ class BlocksInFiles:
 
     def __contains__(self, name: str) -> bool:
         return name in self.file_of
+
+    def names(self) -> Iterable[str]:
+        return self.file_of
 
     def block(self, name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         from safetensors import safe_open

@@ -40,13 +40,17 @@ class LanguageModelHead:
         self.module = copy.copy(module)  # shares the weights; only the list of children is another
         self.module._modules = {**module._modules, module.base_model_prefix: _Given(output)}
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary] the model's logits; of tensor-parallel ranks, those of a rank's own tokens."""
+        return self.module(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
     def __call__(
         self, hidden: Tensor, chosen: Tensor, temperature: float, *, entropy_gradient: bool, rows: int = ROWS
     ) -> tuple[Tensor, Tensor]:
         """[rows] the log-prob of the chosen tokens, and the entropy of what they were chosen from."""
 
         def chunk(some: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-            logits = self.module(inputs_embeds=some[None], use_cache=False).logits[0]
+            logits = self.logits(some)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
             if self.parallel is None:
                 return _score(logits, tokens, entropy_gradient=entropy_gradient)

@@ -145,9 +145,25 @@ class GlooGroup(_ProcessGroup):
             raise dist.DistError("this process has left its gloo group")
         return getattr(gloo, COLLECTIVES[name])
 
+    def all_gather_single_coalesced(self, outputs: list[Any], inputs: list[Any], *options: Any) -> Any:
+        """Gather several tensors; gloo has no call for it."""
+        return self._each("_allgather_base", outputs, inputs, *options)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Any], inputs: list[Any], *options: Any) -> Any:
+        """Sum several tensors and scatter them."""
+        return self._each("_reduce_scatter_base", outputs, inputs, *options)
+
+    def _each(self, name: str, outputs: list[Any], inputs: list[Any], *options: Any) -> Any:
+        works = [getattr(self, name)(*both, *options) for both in zip(outputs, inputs, strict=True)]
+        for work in works[:-1]:
+            work.wait()
+        return works[-1]
+
 
 COLLECTIVES = {
     **{name: name for name in ("allreduce", "broadcast", "barrier", "allgather", "reduce_scatter", "gather", "scatter")},
+    **{name: name for name in ("send", "recv", "alltoall_base")},
+    **{"all_to_all_single": "alltoall_base"},
     **{"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"},
     **{"_allgather_base": "_allgather_base", "_reduce_scatter_base": "_reduce_scatter_base"},
 }
@@ -167,14 +183,15 @@ def device_group(device: str, store: Any, rank: int, size: int, timeout: timedel
     return made(store, rank, size, options)
 
 
-def register_gloo() -> str:
+def register_gloo(default: Any) -> str:
     """Register gloo at a chosen address as a backend of `dist.init_process_group`, which takes `gloo_options` as `pg_options`.
 
-    The options limit how long the peers may take to join, `timeout` how long a collective may take.
+    The options limit how long the peers may take to join, `timeout` how long a collective may take. Groups that a library
+    makes without options get the default ones.
     """
 
     def make(group: Any, options: Any) -> Any:
-        made = gloo_group(group.store, group.group_rank, group.group_size, options)
+        made = gloo_group(group.store, group.group_rank, group.group_size, options or default)
         made._set_default_timeout(group.timeout)
         return GlooGroup(group.group_rank, group.group_size, made)
 
