@@ -6,6 +6,7 @@ computed must not be forked, because its threads are not there in the child.
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import time
@@ -33,6 +34,7 @@ AFTER_FAILURE = 2.0
 
 def _rank(jobs: Connection, rank: int) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork
     while True:
         function, arguments = jobs.recv()
         try:

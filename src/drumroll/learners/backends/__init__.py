@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from drumroll.learners.backend import BACKENDS, Backend, LearnerSpec
-from drumroll.learners.backends import torch
+from drumroll.learners.backends import deepspeed, torch
 
-BUILT_IN = (torch,)
+BUILT_IN = (deepspeed, torch)
 """Imported, so that they register."""
 
 

@@ -131,13 +131,18 @@ class TorchBackend:
         self._release_gathered()
         return found
 
+    @property
+    def _together(self) -> bool:
+        """Whether ranks compute every micro-batch together."""
+        return self.ranks.mesh.shard > 1
+
     def _inputs(self, micro: Batch, settings: Settings) -> tuple[Any, ...] | None:
         """What the model is called with for a micro-batch; None where nothing is to be computed.
 
         Ranks along `shard` gather weights together, so one without trained tokens computes a token of no weight.
         """
         if not micro.mask.any():
-            if self.ranks.mesh.shard == 1:
+            if not self._together:
                 return None
             one = torch.zeros(1, dtype=torch.int64, device=self.device)
             return one, PrefixTree([Path(one.cpu())], self.device), one, one, settings.temperature, settings.entropy_gradient
