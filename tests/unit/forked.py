@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import io
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -25,8 +26,11 @@ FORKED.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
         "drumroll.learners.backends.torch",
         "drumroll.api",
+        "deepspeed.runtime.zero.stage3",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
     ]
 )
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed tells that it looked for others
 
 AFTER_FAILURE = 2.0
 """Seconds in which other ranks may still tell how they failed."""

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from live_memory import LiveMemory
 from test_memory import batch
-from test_parallel import FAMILIES, LIMITS, RANKS, ROLES, Matrix, ReplicasDifferError, whole
+from test_parallel import FAMILIES, LIMITS, RANKS, ROLES, ReplicasDifferError, whole
 
 from drumroll.algorithms.aggregations import Shares
 from drumroll.algorithms.losses import PolicyLoss
@@ -31,7 +31,9 @@ STRATEGIES = {"ZeRO-2": {"zero": 2}, "ZeRO-3": {"zero": 3}, "ZeRO-3, offload": {
 ONCE = [("ZeRO-3", "Llama", "actor"), ("ZeRO-2", "Qwen2", "LoRA"), ("ZeRO-3, offload", "Gemma 3", "critic")]
 """Cases of `make test`. Micro-batches are uneven, and some ranks have none (`test_parallel.py`)."""
 PLANTED = [("ZeRO-2", "left out"), ("ZeRO-3", "halved"), ("ZeRO-3, offload", "own norm")]
-MORE = [(strategy, mistake) for strategy in STRATEGIES for mistake in test_parallel.MISTAKES if (strategy, mistake) not in PLANTED]
+MORE = [
+    (strategy, mistake) for strategy in STRATEGIES for mistake in test_parallel.MISTAKES if (strategy, mistake) not in PLANTED
+]
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +206,18 @@ def test_an_export_is_that_of_one_process(matrix, zero, role, tmp_path):
 
 CHANGES = [("shard 2", "ZeRO-3 × 2", "actor"), ("ZeRO-3 × 2", layouts.ONE, "actor"), (layouts.ONE, "ZeRO-2 × 2", "actor")]
 MORE_CHANGES = [
-    *(("shard 2", f"ZeRO-{zero} × {ranks}", role) for zero in (2, 3) for ranks in (1, 2) for role in ("actor", "critic", "LoRA")),
-    *((f"ZeRO-{zero} × 2", after, role) for zero in (2, 3) for after in ("shard 2", layouts.ONE) for role in ("critic", "LoRA")),
+    *(
+        ("shard 2", f"ZeRO-{zero} × {ranks}", role)
+        for zero in (2, 3)
+        for ranks in (1, 2)
+        for role in ("actor", "critic", "LoRA")
+    ),
+    *(
+        (f"ZeRO-{zero} × 2", after, role)
+        for zero in (2, 3)
+        for after in ("shard 2", layouts.ONE)
+        for role in ("critic", "LoRA")
+    ),
     *((f"ZeRO-{zero} × 1", f"ZeRO-{5 - zero} × 2", "actor") for zero in (2, 3)),
     *((f"ZeRO-{zero} × 2", f"ZeRO-{5 - zero} × 1", "actor") for zero in (2, 3)),
 ]

@@ -56,7 +56,7 @@ def open_backend(spec: LearnerSpec) -> DeepSpeedBackend:
         prefix, head = empty.module.base_model_prefix, empty.module.get_output_embeddings()
         model, scorer = _attached(empty, spec)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.module.named_parameters()}
-        settings = _settings(spec, device, sum(map(math.prod, shapes.values())))
+        settings = _settings(spec, device, sum(math.prod(shape) for shape in shapes.values()))
         if spec.parallel.zero == 3:
             partition(scorer, deepspeed.zero.Init(config_dict_or_path=settings, data_parallel_group=dist.group.WORLD))
         materialise(scorer, device)
