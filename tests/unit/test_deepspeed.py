@@ -1,6 +1,7 @@
 """The DeepSpeed backend trains as one process does, goes on from checkpoints of any backend, and ends when a rank fails."""
 
 import contextlib
+import itertools
 import sys
 from dataclasses import replace
 
@@ -370,12 +371,14 @@ def test_a_rank_that_fails_in_a_collective_leaves_its_peer_at_once(layout, where
     assert_leaves_at_once(layout, where, matrix, both_ranks)
 
 
+ALONE_THERE = {("ZeRO-2", "weights"), ("ZeRO-2", "frozen forward"), ("ZeRO-3, offload", "clip")}
+"""Where ranks do not wait for each other: weights are whole, or a vote follows."""
+TOGETHER = [case for case in itertools.product(STRATEGIES, faults.LEFT) if case not in ALONE_THERE]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("where", faults.LEFT)
-@pytest.mark.parametrize("layout", STRATEGIES)
+@pytest.mark.parametrize(("layout", "where"), TOGETHER)
 def test_every_rank_that_fails_in_a_collective_leaves_its_peer_at_once(layout, where, matrix, both_ranks):
-    if layout == "ZeRO-2" and where == "frozen forward":
-        pytest.skip("whole replicas infer alone")
     assert_leaves_at_once(layout, where, matrix, both_ranks)
 
 
@@ -403,6 +406,35 @@ def test_a_rank_that_fails_in_a_checkpoint_tells_and_stays(where, matrix, both_r
     mine, others = both_ranks(faults.save_and_load, "ZeRO-3", matrix.model("Qwen3"), tmp_path, where)
     assert mine[-2:] == [(MemoryError, "planted"), faults.FINE]
     assert set(others) == set(mine[:-2]) | {faults.FINE} == {faults.FINE}
+
+
+def load_whole_weights(number, port, folder, checkpoint, where):
+    """Rank 0 fails to load under ZeRO-2, where ranks give each other their parts of the weights: how the call and the next end."""
+    learner = faults.open_learner(faults.join(number, port, "ZeRO-2", faults.PATIENCE), "ZeRO-2", folder)
+    learner.snapshot()
+    learner._write(checkpoint)
+    learner.backend.ranks.most(0)
+    with pytest.MonkeyPatch.context() as patch:
+        if number == 0:
+            patch.setattr(where, faults.fail)
+        end = faults.attempt(learner.load, checkpoint)
+    return end, faults.attempt(learner.update, faults.work(1))
+
+
+def test_a_rank_that_fails_to_read_a_checkpoint_tells_its_peer(matrix, both_ranks, tmp_path):
+    reading = "drumroll.learners.backends.deepspeed.load_checkpoint"
+    mine, others = both_ranks(load_whole_weights, matrix.model("Qwen3"), tmp_path, reading)
+    assert mine == ((MemoryError, "planted"), faults.FINE)
+    assert (others[0][0], others[1]) == (Interrupted, faults.FINE)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_to_copy_a_checkpoint_leaves_its_peer_at_once(matrix, both_ranks, tmp_path):
+    copying = "drumroll.learners.backends.zero.Zero2.refresh"
+    mine, others = both_ranks(load_whole_weights, matrix.model("Qwen3"), tmp_path, copying)
+    assert mine[0] == (MemoryError, "planted")
+    assert others[0][0] is PeerFailed
+    faults.assert_left([mine[1], others[1]])
 
 
 # --- refusals ---

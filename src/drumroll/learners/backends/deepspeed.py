@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -306,9 +306,12 @@ class DeepSpeedBackend(TorchBackend):
         assert self.optimizer is not None, "a frozen role has no state"
         moments, _ = adamw_state(self.optimizer, self.master)
         moments = moments or {key: [torch.zeros_like(master) for master in self.master] for key in MOMENTS}
-        step = load_checkpoint(folder, self._state(moments), self._trained())
-        set_adamw_state(self.optimizer, self.master, moments, step)
-        self._refresh_working()
+        together = isinstance(self.zero, Zero2)  # ranks give each other their parts of the working weights
+        with self.ranks.agreed(self.drop_gradients) if together else nullcontext():
+            step = load_checkpoint(folder, self._state(moments), self._trained())
+            set_adamw_state(self.optimizer, self.master, moments, step)
+        with self.ranks.failing_together() if together else nullcontext():
+            self._refresh_working()
 
     @override
     def _state(self, moments: Mapping[str, Sequence[Tensor]]) -> State:
