@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -178,6 +179,26 @@ def test_a_frozen_role_infers_as_one_process(matrix, strategy):
             assert (given.gather([part[number] for part in found]) - truth[number]).abs().max() <= 1e-5
 
 
+def against_itself(rank, folder, works, options):
+    """Log-probs without adapters, and the adapters after an update that follows."""
+    learner = test_parallel.open_learner(RANKS[-1], folder, "LoRA", "float32", **options)
+    reference = [learner.infer_reference(work.batch, test_parallel.TEMPERATURE) for work in works]
+    learner.update(works[0])
+    return reference, test_parallel.copied(test_parallel.pieces(learner.backend))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_adapters_are_switched_off_for_the_reference_and_trained_after_it(matrix, zero):
+    works = matrix.works("Qwen2", "LoRA")
+    given = matrix.model("Qwen2"), works
+    ((truth, adapters),) = matrix.run({}, against_itself, *given, {})
+    found = matrix.run({"shard": 2}, against_itself, *given, {"backend": "deepspeed", "zero": zero})
+    for number, work in enumerate(works):
+        joined = work.batch.gather([reference[number] for reference, _ in found])
+        assert (joined - truth[number]).abs().max() <= 1e-5
+    assert torch.allclose(whole([mine for _, mine in found]), whole([adapters]), atol=1e-5)
+
+
 def trained_and_exported(rank, folder, role, works, target, options):
     """Train, export, and give the weights by name."""
     learner = test_parallel.open_learner(RANKS[-1], folder, role, "float32", **options)
@@ -259,6 +280,27 @@ def test_a_resume_that_forgets_something_is_found(changes, kind, monkeypatch):
     monkeypatch.setitem(layouts.OPTIONS, "ZeRO-2", {**layouts.OPTIONS["ZeRO-2"], "forget": kind})
     _, losses = changes.losses(forgetful, "ZeRO-2 × 2", "actor", checkpoint)
     assert losses != pytest.approx(truth, rel=10 * layouts.LIMIT, abs=10 * layouts.LIMIT)
+
+
+# --- compilers ---
+
+
+def without_compiler(rank, folder, works, options, extensions):
+    """Train where no program can be started; returns what was written for extensions of torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"PATH": "", "CC": "false", "CXX": "false", "TORCH_EXTENSIONS_DIR": str(extensions)}.items():
+            patch.setenv(name, value)
+        patch.setattr(subprocess.Popen, "__init__", faults.fail)
+        test_parallel.open_learner(RANKS[-1], folder, "actor", "float32", **options).update(works[0])
+    return [path.name for path in extensions.iterdir()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_is_compiled(matrix, strategy, tmp_path):
+    given = matrix.model("Llama"), matrix.works("Llama", "actor"), {"backend": "deepspeed", **STRATEGIES[strategy]}
+    matrix.pools.pop((("shard", 2),))[0].close()  # new processes
+    assert matrix.run({"shard": 2}, without_compiler, *given, tmp_path) == [[], []]
 
 
 # --- memory ---

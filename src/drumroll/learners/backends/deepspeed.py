@@ -145,6 +145,8 @@ def _settings(spec: LearnerSpec, device: torch.device, size: int) -> dict[str, A
 def _import(device: torch.device) -> Any:
     """DeepSpeed, which uses the process group that there is; a rank alone makes one for itself."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+    if device.type == "cpu":
+        os.environ.setdefault("LOCAL_SIZE", "1")  # else it asks the program numactl in every backward pass
     try:
         import deepspeed
     except ModuleNotFoundError:
