@@ -6,8 +6,10 @@ computed must not be forked, because its threads are not there in the child.
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -27,8 +29,11 @@ FORKED.set_forkserver_preload(
         "drumroll.learners.backends.torch",
         "drumroll.api",
         "megatron.core.models.gpt",
+        "deepspeed.runtime.zero.stage3",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
     ]
 )
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed tells that it looked for others
 
 AFTER_FAILURE = 2.0
 """Seconds in which other ranks may still tell how they failed."""
@@ -36,6 +41,7 @@ AFTER_FAILURE = 2.0
 
 def _rank(jobs: Connection, rank: int) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork
     while True:
         function, arguments = jobs.recv()
         try:

@@ -52,6 +52,8 @@ class LiveMemory(TorchDispatchMode):
 
     def _note(self, tensor: Tensor) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_meta:
+            return
         storage = local.untyped_storage()
         key = id(storage)
         if key not in self._storages:

@@ -18,8 +18,9 @@ from drumroll.config.roles import ParallelConfig
 from drumroll.errors import Interrupted, PeerFailed
 from drumroll.learners import Learner, Update
 from drumroll.learners.backend import LearnerSpec
+from drumroll.learners.backends import find_backend
 from drumroll.learners.backends.division import Division
-from drumroll.learners.backends.torch import open_backend
+from drumroll.learners.backends.zero import Zero2, Zero3
 from drumroll.learners.checkpoint import Snapshot
 from drumroll.learners.heads import LogProbHead
 from drumroll.learners.ranks import Ranks
@@ -34,6 +35,8 @@ DEADLINE = 3.0
 OPTIM = OptimConfig(lr=1e-3, minibatch=12, micro_tokens=12)
 """Two minibatches of several micro-batches on every rank."""
 LAYOUTS = {"shard 2": {"shard": 2}, "tensor 2": {"tensor": 2}}
+ZERO = {"ZeRO-2": {"zero": 2}, "ZeRO-3": {"zero": 3}, "ZeRO-3, offload": {"zero": 3, "offload": "all"}}
+"""Layouts of two ranks by DeepSpeed (`test_deepspeed.py`)."""
 
 FINE = (None, "")
 """How a call ends that does not fail."""
@@ -82,6 +85,9 @@ def plant(patch, learner, where, harm=fail):
         plain = backend.ranks._reduce
         patch.setattr(backend.ranks, "_reduce", lambda tensor, *rest: plain(tensor, *rest) if tensor.numel() == 1 else harm())
         patch.setattr(dist, "reduce_scatter_single", harm)
+        plant_in_zero(patch, backend, harm)
+    elif where == "weights" and hasattr(backend, "zero"):
+        patch.setattr(type(backend.zero), "whole", harm)
     else:
         planted = {
             "minibatches": (learner, "_minibatches"),
@@ -95,6 +101,14 @@ def plant(patch, learner, where, harm=fail):
             "weights": (Division, "whole"),
         }[last]
         patch.setattr(*planted, harm)
+
+
+def plant_in_zero(patch, backend, harm):
+    """Let the sums of DeepSpeed's gradients fail."""
+    if isinstance(getattr(backend, "zero", None), Zero3):
+        patch.setattr("deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", harm)
+    elif isinstance(getattr(backend, "zero", None), Zero2):
+        patch.setattr(backend.zero.optimizer, "average_tensor", harm)
 
 
 def act(learner, work, where):
@@ -112,14 +126,15 @@ def join(number, port, layout, seconds):
     if dist.is_initialized():
         dist.destroy_process_group()
     rendezvous = Rendezvous("127.0.0.1", port, ("127.0.0.1",) * 2)
-    mesh = Mesh(**LAYOUTS[layout], rank=number)
+    mesh = Mesh(**LAYOUTS.get(layout, {"shard": 2}), rank=number)
     return Ranks.meet(mesh, rendezvous, device="cpu", seconds=seconds, patience=PATIENCE)
 
 
-def open_learner(ranks, folder, where=""):
+def open_learner(ranks, layout, folder, where=""):
     mesh, optim = ranks.mesh, None if "frozen" in where else OPTIM
-    accumulate = "local" if "local" in where else "sharded"
-    parallel = ParallelConfig(data=mesh.data, shard=mesh.shard, tensor=mesh.tensor, accumulate=accumulate)
+    accumulate, zero = "local" if "local" in where else "sharded", ZERO.get(layout, {})
+    parallel = ParallelConfig(data=mesh.data, shard=mesh.shard, tensor=mesh.tensor, accumulate=accumulate, **zero)
+    open_backend = find_backend("deepspeed" if zero else "torch")
     return Learner(open_backend(LearnerSpec(folder, LogProbHead(), ranks, optim, parallel=parallel)), OPTIM)
 
 
@@ -139,7 +154,7 @@ def work(seed):
 def rank(number, port, layout, folder, where="", harm=fail, seconds=PATIENCE):
     """Fail on rank 0, then work on: how all calls ended, and the weights at the end."""
     ranks = join(number, port, layout, seconds)
-    learner = open_learner(ranks, folder, where)
+    learner = open_learner(ranks, layout, folder, where)
     ends = []
     if where in (*VOTED, *LEFT):
         with pytest.MonkeyPatch.context() as patch:
@@ -225,7 +240,7 @@ def test_a_rank_that_hangs_is_waited_for_until_the_collective_deadline(layout, w
 
 def publish(number, port, layout, folder):
     """Rank 0 stops taking weights, as where its receivers fail."""
-    learner = open_learner(join(number, port, layout, PATIENCE), folder)
+    learner = open_learner(join(number, port, layout, PATIENCE), layout, folder)
 
     def take():
         with exhausted(learner.weights()) as weights:
@@ -243,7 +258,7 @@ def test_a_rank_whose_receivers_fail_goes_on_gathering_for_its_peer(layout, fold
 
 def save_and_load(number, port, layout, folder, checkpoint, where):
     """Rank 0 fails in a call, and the calls after it: which calls failed, and with what."""
-    learner = open_learner(join(number, port, layout, PATIENCE), folder)
+    learner = open_learner(join(number, port, layout, PATIENCE), layout, folder)
     calls = {
         "snapshot": learner.snapshot,
         "write": lambda: learner._write(checkpoint),

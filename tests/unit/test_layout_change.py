@@ -22,13 +22,23 @@ CHANGES = [
 """Layouts before and after, and roles."""
 
 
+OPTIONS = {f"ZeRO-{zero}": {"backend": "deepspeed", "zero": zero} for zero in (2, 3)}
+"""How ranks of a layout open their learners, where it is not as the torch backend does."""
+
+
 def layout_of(name):
-    return {} if name == ONE else LAYOUTS[name]
+    """Ranks of a named layout; `ZeRO-3 × 2` are two of DeepSpeed."""
+    backend, _, ranks = name.partition(" × ")
+    return {"shard": int(ranks)} if backend in OPTIONS else {} if name == ONE else LAYOUTS[name]
 
 
-def begin(rank, folder, role, works, checkpoint):
+def options_of(name):
+    return OPTIONS.get(name.partition(" × ")[0], {})
+
+
+def begin(rank, folder, role, works, checkpoint, options):
     """Train, save, and go on: the statistics of the updates after saving."""
-    learner = open_learner(RANKS[-1], folder, role, "float32")
+    learner = open_learner(RANKS[-1], folder, role, "float32", **options)
     for work in works[:2]:
         learner.update(work)
     learner.snapshot()
@@ -37,9 +47,9 @@ def begin(rank, folder, role, works, checkpoint):
     return learner.step, [learner.update(work) for work in works[2:]]
 
 
-def resume(rank, folder, role, works, checkpoint):
+def resume(rank, folder, role, works, checkpoint, options):
     """Load and go on. The learner has computed before, with other weights, and its last update failed."""
-    learner = open_learner(RANKS[-1], folder, role, "float32")
+    learner = open_learner(RANKS[-1], folder, role, "float32", **options)
     learner.infer(works[0].batch, TEMPERATURE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learner, "_loss", lambda *_: 1 / 0)
@@ -80,7 +90,8 @@ class Changes:
 
     def losses(self, function, layout, role, checkpoint):
         mesh = Mesh(**layout_of(layout))
-        found = self.matrix.run(layout_of(layout), function, self.matrix.model("Qwen3"), role, self.works(role), checkpoint)
+        given = self.matrix.model("Qwen3"), role, self.works(role), checkpoint, options_of(layout)
+        found = self.matrix.run(layout_of(layout), function, *given)
         steps, leaders = [step for step, _ in found], [found[rank][1] for rank in mesh.leaders()]
         return steps, [merge(list(update))[LOSS[role]] for update in zip(*leaders, strict=True)]
 

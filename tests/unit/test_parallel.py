@@ -157,7 +157,8 @@ def open_learner(ranks, folder, role, dtype, recompute=False, backend="torch", *
         if "lora_" in piece.name or piece.name.startswith("head."):
             whole = torch.randn(piece.shape, generator=torch.Generator().manual_seed(zlib.crc32(piece.name.encode()))) * 0.1
             piece.tensor.copy_(whole[where(piece)])
-    backend._refresh_working()
+    if hasattr(backend, "_refresh_working"):
+        backend._refresh_working()
     return Learner(backend, OPTIM, head)
 
 
@@ -320,7 +321,8 @@ def distance(found, truth):
 def largest_part(parts):
     """The largest part of all parameters that a rank holds."""
     held = [sum(piece.tensor.numel() for piece in part["after"]) for part in parts]
-    return max(held) / sum({piece.name: math.prod(piece.shape) for part in parts for piece in part["after"]}.values())
+    sizes = {piece.name: math.prod(piece.shape) for part in parts for piece in part["after"]}
+    return max(held) / sum(sizes.values())
 
 
 def metrics_error(some, others):

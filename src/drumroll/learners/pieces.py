@@ -7,7 +7,7 @@ exports and the memory that a rank reports speak of pieces, so none of them know
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -60,6 +60,12 @@ def in_files(piece: Piece, files: Files) -> list[Piece]:
         return [piece]
     start = piece.offsets[0] * math.prod(piece.shape[1:])  # only rows are divided
     return cut(files[piece.name], start, piece.tensor.view(-1), first=piece.first)
+
+
+def shapes_in_files(shapes: Mapping[str, tuple[int, ...]], files: Files) -> dict[str, tuple[int, ...]]:
+    """The whole shapes of the tensors that a model's files hold in the place of parameters of these shapes."""
+    blocks = {name: files.get(name, (Block(name, shape, (), ()),)) for name, shape in shapes.items()}
+    return {block.name: block.shape for parts in blocks.values() for block in parts}
 
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]

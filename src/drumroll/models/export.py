@@ -45,14 +45,16 @@ def export_model(
     """Write the trained weights with config and tokenizer; adapters are merged, and kept alone in `adapter/` beside.
 
     All ranks call it together, and the first one gives the folder. `weights` yields the trained tensors, whole, in the order
-    of `shapes`, both as the model's files hold them; `whole` brings the parts of any other tensor together. `dtype` is the type of the tensors, where it is not
+    of `shapes`, both as the model's files hold them; `whole` brings the parts of any other tensor together, whose shapes may be
+    given too. `dtype` is the type of the tensors, where it is not
     that of the module's parameters.
     """
     module, files = model.module, model.files or {}
     buffers = _buffers(module)
     if has_adapters(module):
         adapters = _save_adapters(module, weights, folder)
-        layout = dict(as_in_files(((n.replace(BASE, "."), _outline(w)) for n, w, _ in base_weights(module)), files))
+        whole_shapes = ((n.replace(BASE, "."), _outline(w, shapes.get(n))) for n, w, _ in base_weights(module))
+        layout = dict(as_in_files(whole_shapes, files))
         weights = as_in_files(_merged(module, adapters, whole), files)
     else:
         dtypes = {name: dtype or parameter.dtype for name, parameter in module.named_parameters()}
@@ -76,9 +78,9 @@ def _merged(module: Any, adapters: Mapping[str, Tensor], whole: Callable[[str, T
         yield name.replace(BASE, "."), merge(module.get_submodule(path), path, weight, adapters) if path else weight
 
 
-def _outline(tensor: Tensor) -> Tensor:
-    """Shape and type alone."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def _outline(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Shape and type alone; `shape` is that of the whole tensor, where this rank holds a part."""
+    return torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device="meta")
 
 
 def _save_adapters(module: Any, weights: Iterable[Named], folder: Path | None) -> dict[str, Tensor]:

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from drumroll.learners.backend import BACKENDS, Backend, LearnerSpec
-from drumroll.learners.backends import megatron, torch
+from drumroll.learners.backends import deepspeed, megatron, torch
 
-BUILT_IN = (megatron, torch)
+BUILT_IN = (deepspeed, megatron, torch)
 """Imported, so that they register."""
 
 

@@ -30,6 +30,13 @@ from drumroll.models.witness import decoder_layers
 from drumroll.processes import accelerator
 
 
+def source_name(name: str, prefix: str) -> str:
+    """The name of a parameter in the model's files, where those of the body begin with `prefix`."""
+    if name.startswith(f"{BODY}."):
+        name = f"{prefix}.{name.removeprefix(f'{BODY}.')}"
+    return name.replace(BASE, ".")
+
+
 @dataclass
 class Division:
     """How the parameters of one rank lie in the whole ones."""
@@ -42,9 +49,7 @@ class Division:
 
     def source_name(self, name: str) -> str:
         """The name of a parameter in the model's files."""
-        if name.startswith(f"{BODY}."):
-            name = f"{self.prefix}.{name.removeprefix(f'{BODY}.')}"
-        return name.replace(BASE, ".")
+        return source_name(name, self.prefix)
 
     def copies(self, name: str) -> int:
         """How many ranks hold the same block of a parameter."""
@@ -157,18 +162,20 @@ def _fill(module: nn.Module, files: Files, source: BlockSource, division: Divisi
     """Read this rank's block of every parameter, rounded to the type of the working weights."""
     for name, parameter in module.named_parameters():
         for block in in_files(division.piece(name, local_tensor(parameter)), files):
-            own = division.source_name(block.name)
-            if own in source:
-                found = source.block(own, block.shape, block.offsets, tuple(block.tensor.shape)).to(division.dtype)
-            elif is_adapter(name):
-                found = first_adapter(name, block.shape)[tuple(map(slice, block.offsets, _ends(block)))]
-            elif isinstance(module, ValueModel) and not name.startswith(f"{BODY}."):
-                found = torch.zeros(block.tensor.shape)
-            else:
-                raise ModelError(
-                    f"model: the files of {model} hold no tensor {own}; load it with transformers, and save it anew."
-                )
-            block.tensor.copy_(found)
+            fill_block(block, division.source_name(block.name), source, module, division.dtype, model)
+
+
+def fill_block(block: Piece, own: str, source: BlockSource, module: nn.Module, dtype: torch.dtype, model: str) -> None:
+    """Read a block of a parameter of a module; `own` is its name in the files of the model."""
+    if own in source:
+        found = source.block(own, block.shape, block.offsets, tuple(block.tensor.shape)).to(dtype)
+    elif is_adapter(block.name):
+        found = first_adapter(block.name, block.shape)[tuple(map(slice, block.offsets, _ends(block)))]
+    elif isinstance(module, ValueModel) and not block.name.startswith(f"{BODY}."):
+        found = torch.zeros(block.tensor.shape)
+    else:
+        raise ModelError(f"model: the files of {model} hold no tensor {own}; load it with transformers, and save it anew.")
+    block.tensor.copy_(found)
 
 
 def _ends(block: Piece) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from drumroll.learners.checkpoint import MASTER, MOMENTS, Snapshot, State, adamw
 from drumroll.learners.checkpoint import load as load_checkpoint
 from drumroll.learners.heads import Head, LogProbHead, Settings, ValueHead
 from drumroll.learners.learner import Learner
-from drumroll.learners.pieces import Block, Piece, in_files
+from drumroll.learners.pieces import Piece, in_files, shapes_in_files
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.statistics import Statistics
 from drumroll.models.blocks import local_tensor
@@ -135,13 +135,18 @@ class TorchBackend:
         self._release_gathered()
         return found
 
+    @property
+    def _together(self) -> bool:
+        """Whether ranks compute every micro-batch together."""
+        return self.ranks.mesh.shard > 1
+
     def _inputs(self, micro: Batch, settings: Settings) -> tuple[Any, ...] | None:
         """What the model is called with for a micro-batch; None where nothing is to be computed.
 
         Ranks along `shard` gather weights together, so one without trained tokens computes a token of no weight.
         """
         if not micro.mask.any():
-            if self.ranks.mesh.shard == 1:
+            if not self._together:
                 return None
             one = torch.zeros(1, dtype=torch.int64, device=self.device)
             return one, PrefixTree([Path(one.cpu())], self.device), one, one, settings.temperature, settings.entropy_gradient
@@ -298,8 +303,7 @@ class TorchBackend:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all tensors in files, also those of which this rank holds nothing."""
         whole = {name: self._piece(name, master.detach()).shape for name, master in zip(self.names, self.master, strict=True)}
-        blocks = {name: self.files.get(name, (Block(name, shape, (), ()),)) for name, shape in whole.items()}
-        return {block.name: block.shape for parts in blocks.values() for block in parts}
+        return shapes_in_files(whole, self.files)
 
     def snapshot(self) -> Snapshot:
         assert self.optimizer is not None, "a frozen role has no state"

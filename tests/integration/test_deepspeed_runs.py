@@ -1,0 +1,73 @@
+"""Whole runs whose actor trains by DeepSpeed on Ray: they draw, train, publish and resume as a run of one rank does."""
+
+import asyncio
+
+import pytest
+import ray
+
+import drumroll
+from drumroll.errors import DrumrollError
+from drumroll.models.loading import load
+
+TWO = {"runtime": "ray", "devices": 2, "kind": "cpu", "threads": 1}
+KEYS = ("train/loss", "train/grad_norm", "train/tokens", "train/entropy", "critic/loss")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(ray_cluster):
+    ray.init(ray_cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def recipe(actor, steps=2):
+    return {
+        "model": "tiny-even",
+        "steps": steps,
+        "threads": 1,
+        "deterministic": True,
+        "algorithm": {"preset": "ppo", "kl": 0.05},
+        "optim": {"lr": 1e-4, "minibatch": 8},
+        "roles": {"actor": actor, "rollout": {"slots": 16}},
+        "checkpoint": {"every": 1},
+    }
+
+
+def first_tokens(run):
+    return {s["id"]: s["traces"][0]["tokens"] for s in run.samples if s["step"] == 1 and s["kind"] == "train"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
+def test_an_actor_of_deepspeed_draws_and_trains_as_one_rank(small, zero):
+    """The critic and the reference, a frozen role, compute by DeepSpeed too; the run goes on by plain PyTorch."""
+    alone = drumroll.train(small(name="alone", **recipe({})))
+    actor = {"backend": "deepspeed", "parallel": {"shard": 2, "zero": zero}}
+    run = drumroll.train(small(name=f"zero{zero}", cluster=TWO, **recipe(actor)))
+    assert first_tokens(run) == first_tokens(alone)
+    for key in KEYS:
+        assert run.metrics[1][key] == pytest.approx(alone.metrics[1][key], rel=1e-4, abs=1e-6), key
+    assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
+    exported, trained = load(str(run.path / "model")).module, load("tiny-even").module
+    assert all(p.shape == q.shape for p, q in zip(exported.parameters(), trained.parameters(), strict=True))
+    back = ["steps=3", "roles.actor.backend=torch", "roles.actor.parallel.zero=3"]
+    resumed = drumroll.train(resume=run.path, overrides=back)
+    assert [m["step"] for m in resumed.metrics] == [0, 1, 2, 3]
+    assert resumed.metrics[3]["train/mismatch"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_is_killed_resumes_where_it_was(small, untimed, killer, kill):
+    """It ends in one sentence, and the resumed run is the run that nobody killed."""
+    actor = {"backend": "deepspeed", "parallel": {"shard": 2}}
+    whole = drumroll.train(small(name="whole", cluster=TWO, **recipe(actor, steps=4)))
+
+    async def strike(workers):
+        await asyncio.sleep(0.3)
+        await kill(workers.actor, 1)
+
+    changed = small(name="killed", cluster=TWO, **recipe(actor, steps=4))
+    with pytest.raises(DrumrollError, match="actor rank 1 is gone"):
+        drumroll.train(changed, progress=killer(strike))
+    resumed = drumroll.train(resume=f"{changed['output']}/killed")
+    assert untimed(resumed) == untimed(whole)
