@@ -347,7 +347,7 @@ def opening(rank, folder, zero):
     spec = LearnerSpec(folder, LogProbHead(), RANKS[-1], parallel=ParallelConfig(shard=2, **zero))
     with LiveMemory() as live:
         backend = find_backend("deepspeed")(spec)
-    return live.peak / sum(4 * torch.Size(shape).numel() for shape in backend._shapes.values())
+    return live.peak / sum(4 * torch.Size(shape).numel() for shape in backend._sizes.values())
 
 
 def test_no_rank_holds_the_whole_model_when_it_is_opened(matrix, tmp_path):

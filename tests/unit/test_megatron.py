@@ -1,6 +1,5 @@
 """Megatron-Core behind the learner's loop trains as one process does, and its checkpoints go on under other backends."""
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -27,7 +26,6 @@ from drumroll.learners.backend import LearnerSpec
 from drumroll.learners.backends import find_backend
 from drumroll.learners.heads import LogProbHead
 from drumroll.learners.megatron.names import Names, check_mesh
-from drumroll.learners.pieces import Piece
 from drumroll.learners.statistics import merge
 from drumroll.mesh import Mesh
 
@@ -82,26 +80,10 @@ def layouts_of(family):
 EVERY = [(layout, family, role) for family in FAMILIES for layout in layouts_of(family) for role in ("actor", "critic")]
 
 
-MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-
-
-def named_as_in_files(pieces, family):
-    """One process may have the experts of a layer in one tensor."""
-    mixtral = family == "Mixtral"
-    for piece in pieces:
-        found = re.fullmatch(r"(.*)\.mlp\.(gate.weight|experts\.gate_up_proj|experts\.down_proj)", piece.name)
-        if not found:
-            yield piece
-            continue
-        module, kind = f"{found[1]}.{'block_sparse_moe' if mixtral else 'mlp'}", found[2]
-        if kind == "gate.weight":
-            yield dataclasses.replace(piece, name=f"{module}.gate.weight")
-            continue
-        names = ("gate_proj", "up_proj") if "gate_up" in kind else ("down_proj",)
-        for number, tensor in enumerate(piece.tensor):
-            for name, part in zip(names, tensor.chunk(len(names)), strict=True):
-                whole = f"{module}.experts.{number}.{MIXTRAL[name] if mixtral else name}.weight"
-                yield Piece(whole, tuple(part.shape), (0, 0), part)
+def without_routers(statistics):
+    """What Megatron's routers choose is not counted."""
+    statistics.visits.clear()
+    statistics.columns.pop("router_entropy", None)
 
 
 class MegatronMatrix(Matrix):
@@ -116,9 +98,8 @@ class MegatronMatrix(Matrix):
         axes = {**LAYOUTS, **WIDER}[layout]
         parts = self.run(axes, test_parallel.train, self.model(family), role, "float32", works, mistake, options)
         for done in alone:
-            for key in ("before", "after"):
-                done[key] = list(named_as_in_files(done[key], family))
-            done["grads"] = [list(named_as_in_files(grad, family)) for grad in done["grads"]]
+            for statistics in done["statistics"]:
+                without_routers(statistics)
         return errors(parts, alone, works, Mesh(**axes))
 
 
