@@ -33,6 +33,7 @@ from drumroll.algorithms.losses import PolicyLoss
 from drumroll.batch import pack
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.config.optim import OptimConfig
+from drumroll.config.roles import LoraConfig
 from drumroll.engines.native import NativeEngine
 from drumroll.errors import ModelError
 from drumroll.learners import Update, statistics
@@ -44,6 +45,7 @@ from drumroll.models import experts, loading
 from drumroll.models.experts import Routers
 from drumroll.models.file_names import find_files
 from drumroll.models.loading import load, load_empty
+from drumroll.models.lora import add_adapters
 from drumroll.models.shape import shape_of
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 
@@ -219,6 +221,25 @@ def test_a_model_whose_files_are_not_understood_is_not_divided(monkeypatch):
         load_empty("tiny-moe-random", dtype="float32")
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_adapters_leave_experts_alone(matrix, family, tmp_path):
+    """`all-linear` are the layers of attention; the merged model has its experts and routers as they were."""
+    model = load(matrix.model(family))
+    add_adapters(model, LoraConfig(rank=4))
+    learner = torch_learner(model, OptimConfig())
+    assert {name.split(".")[-4] for name in learner.backend.names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    for parameter in learner.backend.parameters:
+        parameter.data.fill_(0.1)
+    learner.export(tmp_path)
+    found, files = in_order(tmp_path), in_order(matrix.model(family))
+    assert {name for name in files if not torch.equal(found[name], files[name])} == {
+        n for n in files if "_proj" in n and "attn" in n
+    }
+    assert found.keys() == files.keys()
+    with pytest.raises(ModelError, match="the experts of a mixture get no adapters; name other layers in targets"):
+        add_adapters(load(matrix.model(family)), LoraConfig(targets=["q_proj", "w2" if family == "Mixtral" else "down_proj"]))
+
+
 CHANGES = [
     ("shard 2", ONE, "Qwen3-MoE", "actor"),
     *(
@@ -292,11 +313,15 @@ def test_deterministic_generation_does_not_depend_on_company():
     assert [(c.tokens, c.logprobs) for c in alone] == [(c.tokens, c.logprobs) for c in together]
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+ODD = hf.Qwen3MoeConfig(**SIZES, num_experts=6, moe_intermediate_size=33)
+"""Rows that grouped_mm does not take."""
+
+
+@pytest.mark.parametrize("config", [*MIXTURES.values(), ODD], ids=[*MIXTURES, "odd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_experts_compute_what_transformers_computes(family, dtype):
+def test_experts_compute_what_transformers_computes(config, dtype):
     torch.manual_seed(0)
-    module = hf.AutoModelForCausalLM.from_config(MIXTURES[family], dtype=dtype, experts_implementation="eager")
+    module = hf.AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
     tokens = torch.randint(97, (1, 40))
     with torch.no_grad():
         theirs = module(tokens).logits

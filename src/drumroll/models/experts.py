@@ -55,16 +55,21 @@ def _forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
 
     if _ROWS_ALONE.get():
         return _on_all_rows(experts, hidden, chosen, weights)
-    if hidden.dtype is torch.float64:  # which grouped_mm does not take
+    if not _groups(experts, hidden):
         return type(experts).forward.__wrapped__(experts, hidden, chosen, weights)
     return grouped_mm_experts_forward(experts, hidden, chosen, weights)
+
+
+def _groups(experts: Any, hidden: Tensor) -> bool:
+    """Whether `grouped_mm` takes these weights: no float64, and rows of a multiple of 16 bytes."""
+    return hidden.dtype is not torch.float64 and all(p.shape[-1] * p.itemsize % 16 == 0 for p in experts.parameters())
 
 
 def _on_all_rows(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Every expert that a row visits computes all rows; rows take what is theirs, in the order of the experts."""
     if experts.is_transposed or experts.has_bias or not experts.has_gate:
         raise ModelError(
-            f"model: {type(experts).__name__} cannot generate with deterministic: true; use roles.rollout.backend: vllm."
+            f"model: the native engine cannot compute {type(experts).__name__} with deterministic: true; set deterministic: false."
         )
     total = torch.zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, weights.dtype), device=hidden.device)
     for number in chosen.unique().tolist():
