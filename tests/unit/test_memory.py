@@ -80,6 +80,7 @@ QWEN3_06B = {
     [
         (KNOWN["Qwen/Qwen2.5-7B"], 7_615_616_512),
         (KNOWN["Qwen/Qwen2.5-0.5B-Instruct"], 494_032_768),
+        (KNOWN["Qwen/Qwen2.5-32B"], 32_763_876_352),
         (KNOWN["Qwen/Qwen3-30B-A3B-Base"], 30_532_122_624),
         (KNOWN["HuggingFaceTB/SmolLM2-135M-Instruct"], 134_515_008),
         (GEMMA_3_1B, 999_885_952),

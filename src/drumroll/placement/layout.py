@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection
+from typing import cast
 
 from drumroll.algorithms import REFERENCE, TEACHER, VALUES
 from drumroll.config import RunConfig
 from drumroll.config.accelerators import USUAL
-from drumroll.config.learners import AXES
+from drumroll.config.learners import AXES, learner_traits
 from drumroll.config.roles import LearnerRole
 from drumroll.errors import ConfigError
+from drumroll.mesh import Mesh
 from drumroll.models.shape import find_shape
 from drumroll.models.tensor_parallel import FAMILIES
-from drumroll.placement.devices import DeviceRequest, Kind, Layout, Pool, lay_out
+from drumroll.placement.devices import DeviceRequest, Kind, Layout, Pool, common_divisors, lay_out
 
 
 def requests(config: RunConfig, needs: Collection[str]) -> list[DeviceRequest]:
@@ -52,10 +54,18 @@ def arrange(config: RunConfig, pool: Pool, needs: Collection[str]) -> Layout:
 
 
 def check_meshes(config: RunConfig, layout: Layout) -> None:
-    """Refuse a `tensor` that does not divide the heads of a role's model, if the shape of the model is known."""
+    """Refuse divisions that a backend does not have, or that a role's model does not allow if its shape is known."""
     for role, mesh in layout.meshes.items():
+        traits = learner_traits(config.learner_backend(role))
+        if mesh.data > 1 and "data" not in traits.axes:
+            raise ConfigError(
+                f"roles.{role}.parallel: {traits.title} divides a model over all devices of a role, and makes no replicas (data "
+                f"{mesh.data} × shard {mesh.shard}); shard {mesh.size} takes all {mesh.size} devices."
+            )
         if mesh.tensor > 1:
-            _check_tensor(config, role, mesh.tensor, mesh.size // mesh.shard)
+            _check_tensor(config, role, mesh.tensor, mesh.data * mesh.tensor)
+        if config.learner_backend(role) == "megatron":
+            _check_megatron(config, role, mesh, traits.families)
 
 
 def _check_tensor(config: RunConfig, role: str, tensor: int, devices: int) -> None:
@@ -70,11 +80,39 @@ def _check_tensor(config: RunConfig, role: str, tensor: int, devices: int) -> No
     if shape is None or (shape.heads % tensor == 0 and shape.kv_heads % tensor == 0):
         return
     most = math.gcd(shape.heads, shape.kv_heads)
-    able = [str(size) for size in range(1, most + 1) if most % size == 0 and devices % size == 0]
     raise ConfigError(
         f"roles.{role}.parallel: tensor {tensor} does not divide the {shape.heads} heads and {shape.kv_heads} key-value heads of "
-        f"{name}; on these devices tensor {' or '.join(able)} does."
+        f"{name}; on these devices tensor {common_divisors(most, devices)} does."
     )
+
+
+def _check_megatron(config: RunConfig, role: str, mesh: Mesh, families: Collection[str]) -> None:
+    """The family has a map of names; pipeline stages get equally many layers, ranks equally many columns and experts."""
+    name = getattr(config.roles, role).model or config.model
+    shape, key = find_shape(name), f"roles.{role}.parallel"
+    if shape is None:
+        return
+    if shape.family not in families:
+        raise ConfigError(
+            f"roles.{role}.backend: megatron trains no models of type '{shape.family}' ({name}), only {', '.join(sorted(families))}; "
+            "use backend: torch."
+        )
+    if shape.layers % mesh.pipeline:
+        able = common_divisors(shape.layers, mesh.size // mesh.tensor)
+        raise ConfigError(
+            f"{key}: pipeline {mesh.pipeline} does not divide the {shape.layers} layers of {name}; on these devices pipeline {able} does."
+        )
+    if not shape.experts and shape.mlp % mesh.tensor:
+        raise ConfigError(f"{key}: tensor {mesh.tensor} does not divide the {shape.mlp} columns of the MLP of {name}.")
+    if mesh.expert > 1 and not shape.experts:
+        raise ConfigError(f"{key}: expert {mesh.expert} divides experts, and {name} has none; leave expert out.")
+    if shape.experts and shape.experts % mesh.expert:
+        able = common_divisors(shape.experts, mesh.data * mesh.tensor)
+        raise ConfigError(
+            f"{key}: expert {mesh.expert} does not divide the {shape.experts} experts of {name}; on these devices expert {able} does."
+        )
+    if shape.experts and mesh.tensor > 1 and not config.parallel(cast("LearnerRole", role)).sequence:
+        raise ConfigError(f"{key}: experts with tensor {mesh.tensor} need sequence: true, which is the default.")
 
 
 def adapters_off(config: RunConfig) -> bool:
