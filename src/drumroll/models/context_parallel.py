@@ -56,8 +56,10 @@ class ContextLayout:
         by_rank = torch.cat([x.unflatten(1, (self.size, -1)).flatten(2) for x in (q, k, v)], dim=2)
         mixed = _Exchange.apply(by_rank.transpose(0, 1), self.group).flatten(0, 1)
         sizes = [x.shape[1] // self.size * x.shape[2] for x in (q, k, v)]
-        own = [part.unflatten(1, (-1, x.shape[2])) for part, x in zip(mixed.split(sizes, dim=1), (q, k, v), strict=True)]
-        out = self.tree.attend(layer, *own, scale, window)
+        queries, keys, values = (
+            part.unflatten(1, (-1, x.shape[2])) for part, x in zip(mixed.split(sizes, dim=1), (q, k, v), strict=True)
+        )
+        out = self.tree.attend(layer, queries, keys, values, scale, window)
         back = _Exchange.apply(out.unflatten(0, (self.size, -1)).flatten(2), self.group)
         return back.transpose(0, 1).reshape(len(q), q.shape[1], v.shape[2])
 

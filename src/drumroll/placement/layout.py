@@ -12,7 +12,7 @@ from drumroll.config.accelerators import USUAL
 from drumroll.config.learners import AXES
 from drumroll.config.roles import LearnerRole
 from drumroll.errors import ConfigError
-from drumroll.models.shape import find_shape
+from drumroll.models.shape import ModelShape, find_shape
 from drumroll.models.tensor_parallel import FAMILIES
 from drumroll.placement.devices import DeviceRequest, Kind, Layout, Pool, lay_out
 
@@ -52,28 +52,33 @@ def arrange(config: RunConfig, pool: Pool, needs: Collection[str]) -> Layout:
 
 
 def check_meshes(config: RunConfig, layout: Layout) -> None:
-    """Refuse a `tensor` that does not divide the heads of a role's model, if the shape of the model is known."""
+    """Refuse a `tensor` or `context` that does not divide the heads of a role's model, if the shape of the model is known."""
     for role, mesh in layout.meshes.items():
+        name = getattr(config.roles, role).model or config.model
+        shape = find_shape(name) if mesh.tensor * mesh.context > 1 else None
+        if shape is None:
+            continue
         if mesh.tensor > 1:
-            _check_tensor(config, role, mesh.tensor, mesh.size // mesh.shard)
+            if config.learner_backend(role) == "torch" and shape.family not in FAMILIES:
+                raise ConfigError(
+                    f"roles.{role}.parallel: tensor {mesh.tensor} divides no models of type '{shape.family}' ({name}); use shard, or one "
+                    f"of the types {', '.join(sorted(FAMILIES))}."
+                )
+            _check_heads(role, name, shape, "tensor", mesh.tensor, 1, mesh.size // mesh.shard)
+        if mesh.context > 1:
+            _check_heads(role, name, shape, "context", mesh.context, mesh.tensor, mesh.size // mesh.shard)
 
 
-def _check_tensor(config: RunConfig, role: str, tensor: int, devices: int) -> None:
-    """The family has a plan, and each device computes as many heads, and key-value heads, as the others."""
-    name = getattr(config.roles, role).model or config.model
-    shape = find_shape(name)
-    if shape is not None and config.learner_backend(role) == "torch" and shape.family not in FAMILIES:
-        raise ConfigError(
-            f"roles.{role}.parallel: tensor {tensor} divides no models of type '{shape.family}' ({name}); use shard, or one of the types "
-            f"{', '.join(sorted(FAMILIES))}."
-        )
-    if shape is None or (shape.heads % tensor == 0 and shape.kv_heads % tensor == 0):
+def _check_heads(role: str, name: str, shape: ModelShape, axis: str, size: int, tensor: int, devices: int) -> None:
+    """Each device attends with as many heads, and key-value heads, as the others; `tensor` has divided them already."""
+    most = math.gcd(shape.heads, shape.kv_heads) // tensor
+    if most % size == 0:
         return
-    most = math.gcd(shape.heads, shape.kv_heads)
-    able = [str(size) for size in range(1, most + 1) if most % size == 0 and devices % size == 0]
+    able = [str(n) for n in range(1, most + 1) if most % n == 0 and devices // tensor % n == 0]
+    asked = f"{axis} {size}" if tensor == 1 else f"tensor {tensor} × {axis} {size} = {tensor * size}"
     raise ConfigError(
-        f"roles.{role}.parallel: tensor {tensor} does not divide the {shape.heads} heads and {shape.kv_heads} key-value heads of "
-        f"{name}; on these devices tensor {' or '.join(able)} does."
+        f"roles.{role}.parallel: {asked} does not divide the {shape.heads} heads and {shape.kv_heads} key-value heads of "
+        f"{name}; on these devices {axis} {' or '.join(able)} does."
     )
 
 

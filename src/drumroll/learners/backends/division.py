@@ -24,7 +24,7 @@ from drumroll.learners.ranks import Ranks
 from drumroll.models.blocks import BlockSource, local_tensor, materialise, replace_parameters
 from drumroll.models.loading import DTYPES, LoadedModel, load_empty
 from drumroll.models.lora import BASE, add_adapters, first_adapter, is_adapter
-from drumroll.models.tensor_parallel import TensorParallel, divide
+from drumroll.models.tensor_parallel import TensorParallel, check_heads, divide
 from drumroll.models.value import BODY, ValueModel
 from drumroll.models.witness import decoder_layers
 from drumroll.processes import accelerator
@@ -95,6 +95,8 @@ def open_divided(spec: LearnerSpec) -> tuple[LoadedModel, nn.Module, Division]:
     mesh = spec.ranks.mesh
     model, source = load_empty(spec.name, dtype=spec.dtype, seed=spec.seed, recompute_activations=spec.recompute_activations)
     prefix, layers = model.module.base_model_prefix, list(decoder_layers(model.module))
+    if mesh.context > 1:
+        check_heads(model.module.config, "context", mesh.context, mesh.tensor)
     if mesh.tensor > 1:
         if spec.lora is not None:
             raise ConfigError("roles.actor.lora: adapters are not trained with tensor > 1 for now; use shard.")
