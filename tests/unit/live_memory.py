@@ -74,6 +74,17 @@ def _moments(backend: TorchBackend) -> list[Tensor]:
     return [value for state in backend.optimizer.state.values() for value in state.values()]
 
 
+def activation_bytes(learner: Learner, work: Update) -> int:
+    """The most bytes that an update holds beside the learner's state and gradients."""
+    backend = learner.backend
+    assert isinstance(backend, TorchBackend)
+    trained = sum(master.nbytes for master in backend.master)
+    with LiveMemory(held(learner)) as live:
+        start = live.live
+        learner.update(work)
+    return live.peak - start - trained
+
+
 def state_bytes(learner: Learner, work: Update) -> int:
     """The bytes of master weights, moments and gradients when an update clips the gradient."""
     backend, found = learner.backend, list[int]()

@@ -94,6 +94,8 @@ def test_experts_are_divided_by_expert_and_their_optimizer_by_the_ranks_that_hol
     assert rows["weights"] == 2 * (dense + MIXTURE.routed // 2)
     assert rows["gradients"] == 4 * (dense + MIXTURE.routed // 2)
     assert rows["moments"] == 8 * (dense // 4 + MIXTURE.routed // 4), "2 of 4 ranks hold the same experts"
+    cut = megatron(Mesh(tensor=2), MIXTURE)
+    assert cut.experts == MIXTURE.routed // 2, "without `expert` each expert is cut by `tensor`"
     both = megatron(Mesh(data=2, tensor=2, expert=4), MIXTURE)
     assert both.experts == MIXTURE.routed // 4
     assert both.resident()["moments"] == pytest.approx(8 * (dense / 4 + MIXTURE.routed / 4), rel=1e-3)
@@ -131,8 +133,8 @@ def test_more_devices_along_any_axis_never_need_more(data, tensor, pipeline, rec
     assert worst(replace(mesh, tensor=2 * tensor)) < worst(mesh)
     if count == 1 or recompute:  # else the first stage keeps as many activations as one device
         assert worst(replace(mesh, pipeline=2 * pipeline)) < worst(mesh) or shape.layers % (2 * pipeline)
-    if shape.experts and data * tensor % 2 == 0:
-        assert worst(replace(mesh, expert=2)) < worst(mesh)
+    if shape.experts and data % 2 == 0:  # without `expert`, `tensor` divides experts
+        assert worst(replace(mesh, expert=2 * tensor)) < worst(mesh)
     context = [predicted_peak(shape, Training("bfloat16", Mesh(context=size), **how), work) for size in (1, 2, 4)]
     assert context == sorted(context, reverse=True)
 
@@ -189,7 +191,7 @@ def test_the_large_recipes_fit_devices_of_80_gb_with_a_tenth_left_free(name, dev
 def test_the_large_models_do_not_fit_without_their_layout():
     for name, changes in (
         ("qwen2.5-32b-32gpu", {"roles.actor.parallel": "{tensor: 2}"}),
-        ("qwen3-30b-a3b-16gpu", {"roles.actor.parallel": "{tensor: 4}"}),
+        ("qwen3-30b-a3b-16gpu", {"roles.actor.parallel": "{data: 16}"}),
         ("qwen2.5-7b-32k", {"roles.actor.recompute_activations": "false"}),
     ):
         assert plan(recipe(name, **changes)).worst is not None
@@ -213,8 +215,8 @@ def test_what_does_not_fit_is_refused_with_the_nearest_layout_of_the_backend():
         ConfigError, match=r"memory: training needs .* nearest that fits: roles.actor.parallel: \{pipeline: 2, tensor: 2\}"
     ):
         check_memory(deep, memory_plan(deep, layout), layout)
-    wide = recipe("qwen3-30b-a3b-16gpu", **{"roles.actor.parallel": "{tensor: 4}"})
-    assert nearest(wide, planned(wide)) == "roles.actor.parallel: {tensor: 4, expert: 4}"
+    wide = recipe("qwen3-30b-a3b-16gpu", **{"roles.actor.parallel": "{data: 16}"})
+    assert nearest(wide, planned(wide)) == "roles.actor.parallel: {expert: 8}"
     shallow = recipe("qwen3-30b-a3b-16gpu", **{"roles.actor.parallel": "{tensor: 4, sequence: false}"})
     with pytest.raises(ConfigError, match=r"experts with tensor 4 need sequence: true, which is the default\."):
         planned(shallow)

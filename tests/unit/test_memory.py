@@ -404,6 +404,22 @@ def test_tensor_must_divide_the_heads():
     assert arrange(config, pool_of(config, 8), ()).meshes["actor"] == Mesh(shard=2, tensor=4)
 
 
+def test_context_must_divide_the_heads_that_tensor_leaves():
+    for parallel, asked, able in (
+        ("{context: 8}", "context 8", "context 1 or 2 or 4"),
+        ("{tensor: 2, context: 4}", "tensor 2 × context 4 = 8", "context 1 or 2"),
+    ):
+        config = seven(**{"roles.actor.parallel": parallel})
+        with pytest.raises(ConfigError) as caught:
+            arrange(config, pool_of(config, 8), ())
+        assert str(caught.value) == (
+            f"roles.actor.parallel: {asked} does not divide the 28 heads and 4 key-value heads of Qwen/Qwen2.5-7B; "
+            f"on these devices {able} does."
+        )
+    config = seven(**{"roles.actor.parallel": "{shard: 2, context: 2, tensor: 2}"})
+    assert arrange(config, pool_of(config, 8), ()).meshes["actor"] == Mesh(shard=2, context=2, tensor=2)
+
+
 def test_adapters_are_not_divided_by_tensor():
     with pytest.raises(ConfigError, match=r"lora with parallel tensor 2 is not supported for now; .* parallel: \{shard: 8\}"):
         seven(**{"roles.actor.parallel": "{shard: 4, tensor: 2}", "roles.actor.lora": "{rank: 8}"})

@@ -16,7 +16,7 @@ class MegatronLearner(Learner):
 
     Weights and the float32 buffer of gradients are whole on every rank that holds them. The distributed optimizer divides
     masters and moments over the ranks with the same weights: `data` of them for dense weights, data × tensor / expert for
-    experts, which `tensor` does not cut. 1F1B keeps activations of as many micro-batches as there are stages from this
+    experts, which `tensor` cuts only without `expert`. 1F1B keeps activations of as many micro-batches as there are stages from this
     one on.
     """
 
@@ -26,7 +26,8 @@ class MegatronLearner(Learner):
         self.first, self.last, self.ahead = stage == 0, stage == mesh.pipeline - 1, mesh.pipeline - stage
         self.layers = shape.layers // mesh.pipeline
         self.layer = self._divided(shape.layer - shape.routed_layer, shape.replicated // (shape.layers + 1))
-        self.experts = self.layers * shape.routed_layer // mesh.expert
+        self.spreads = mesh.expert if mesh.expert > 1 else mesh.tensor
+        self.experts = self.layers * shape.routed_layer // self.spreads
         self.vocabulary = self.vocabulary if self.last else 0
         self.ties = shape.tied and self.first and self.last and not how.values
         self.root = (
@@ -40,7 +41,7 @@ class MegatronLearner(Learner):
         mesh = self.how.mesh
         rows = {"weights": self.width * self.own}
         if self.how.trained:
-            divided = self.dense // mesh.data + self.experts // (mesh.data * mesh.tensor // mesh.expert)
+            divided = self.dense // mesh.data + self.experts // (mesh.data * mesh.tensor // self.spreads)
             rows["master"] = FLOAT32 * divided if self.width < FLOAT32 else 0
             rows["moments"] = MOMENTS * divided
             rows["gradients"] = FLOAT32 * self.own

@@ -150,6 +150,7 @@ COLLECTIVES = {
     **{name: name for name in ("allreduce", "broadcast", "barrier", "allgather", "reduce_scatter", "gather", "scatter")},
     **{"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"},
     **{"_allgather_base": "_allgather_base", "_reduce_scatter_base": "_reduce_scatter_base"},
+    "all_to_all_single": "alltoall_base",
 }
 """Methods of a process group, and the names under which its gloo group has them."""
 
