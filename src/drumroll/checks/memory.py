@@ -150,7 +150,7 @@ class _Usages:
             sent = memory.buckets(self._shape(role), self._dtype(role)) if role == "rollout" and not self.local else 0
             return usage.rows() | ({"buckets": sent} if sent else {})
         away = role in TRAINED and self.turns and device.kind is not Kind.CPU and not self.local
-        return {} if away else usage.rows(working=False)
+        return usage.staying if away else usage.rows(working=False)
 
     def usage(self, role: str, device: Device) -> Usage | None:
         """The memory of a role on one of its devices; None if its model's shape is not known."""
@@ -388,7 +388,7 @@ def _divisions(backend: str, parallel: ParallelConfig, mesh: Mesh) -> list[Paral
     smallest.
     """
     if backend == "deepspeed":
-        ways = [(2, "none"), (2, "optimizer"), (3, "none"), (3, "optimizer"), (3, "all")]
+        ways = [(2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "all")]
         return [parallel.model_copy(update={"zero": zero, "offload": offload}) for zero, offload in ways]
     axes = [axis for axis in NEAREST if axis in learner_traits(backend).axes]
     divisors = [size for size in range(1, mesh.size + 1) if mesh.size % size == 0]

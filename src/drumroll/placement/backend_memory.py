@@ -7,8 +7,8 @@ from typing_extensions import override
 from drumroll.models.shape import ModelShape
 from drumroll.placement.memory import FLOAT32, MOMENTS, Learner, Rows, Training, Work
 
-REDUCED = 50_000_000
-"""Elements of DeepSpeed's buffer of gradients on their way: `reduce_bucket_size`."""
+REDUCED = 2**24
+"""Elements of DeepSpeed's buffer of gradients on their way: `learners.ranks.BUCKET`, which a test compares."""
 
 
 class MegatronLearner(Learner):
@@ -85,41 +85,66 @@ class MegatronLearner(Learner):
 class DeepSpeedLearner(Learner):
     """ZeRO-2 or ZeRO-3 over all ranks of the role.
 
-    ZeRO-2 keeps whole weights, and whole gradients in the working type until the last micro-batch of a minibatch: ranks
-    may have different micro-batches, so only then do they sum. ZeRO-3 divides both. Offloaded state is in host memory.
+    Both divide masters, moments and the float32 sum of gradients, to which a bucket is added as soon as it is full. ZeRO-2
+    keeps whole weights. ZeRO-3 gathers those of one linear layer at a time, and the head's from the first to the last use.
+    Offloaded state is in host memory.
     """
 
     @override
     def resident(self) -> Rows:
-        state, weights = self._state(), self._weights()
-        rows = {"weights": 0 if self.how.offload == "all" else weights}
-        rows |= state if self.how.offload == "none" else {}
-        if self.how.trained:
-            rows["gradients"] = rows.get("gradients", 0) + self.width * min(REDUCED, self.trained)
-        return {name: size for name, size in rows.items() if size}
+        rows = {"weights": self._weights()} if self.how.offload != "all" else {}
+        if self.trained:
+            rows |= self._state() if self.how.offload == "none" else {}
+            rows["gradients"] = rows.get("gradients", 0) + FLOAT32 * min(REDUCED, self.trained)
+        return rows
+
+    @override
+    def staying(self) -> Rows:
+        return {name: size for name, size in self.resident().items() if name in ("weights", "gradients")}
 
     @override
     def host(self) -> Rows:
-        rows = {} if self.how.offload == "none" else self._state()
+        rows = self._state() if self.trained and self.how.offload != "none" else {}
         return rows | ({"weights": self._weights()} if self.how.offload == "all" else {})
 
     def _weights(self) -> int:
         return self.width * self.own // (self.shards if self.how.zero == 3 else 1)
 
     def _state(self) -> Rows:
-        """Masters (also of float32 weights), moments and the float32 sum of gradients."""
-        names = {"master": FLOAT32, "moments": MOMENTS, "gradients": FLOAT32}
-        return {name: each * self.trained // self.shards for name, each in names.items() if self.trained}
+        """Masters, moments and the float32 sum of gradients; float32 weights on the device are the master."""
+        shared = self.width == FLOAT32 and self.how.offload == "none"
+        each = {"master": 0 if shared else FLOAT32, "moments": MOMENTS, "gradients": FLOAT32}
+        return {name: size * self.trained // self.shards for name, size in each.items() if size}
 
     @override
     def gathered(self, layers: int) -> int:
-        return super().gathered(layers) if self.how.zero == 3 else 0
+        return self.width * (self.vocabulary + self.shape.matrix) if self.how.zero == 3 and self.shards > 1 else 0
+
+    @override
+    def training(self, work: Work) -> dict[str, Rows]:
+        moments = super().training(work)
+        if self.trains_weights:
+            moments["head, backward"]["gradients"] += FLOAT32 * self.vocabulary  # on its way to the sum
+        return moments
 
     @override
     def summed(self) -> int:
-        return self.width * self.trained if self.how.zero == 2 else 0
+        return 0  # it stays
+
+    @override
+    def _waiting(self, several: bool) -> int:
+        return self.width * self.vocabulary if self.trains_weights and self.shape.tied else 0
+
+    @override
+    def _added(self, several: bool) -> int:
+        """One tensor's gradient, and its float32 copy on the way to the sum."""
+        return (self.width + FLOAT32) * self.shape.matrix if self.trains_weights else 0
 
     @override
     def _reduced(self, count: int, several: bool) -> int:
-        """One group's gradient in the working type, before its part is added to the sum."""
-        return self.width * count if self.how.zero == 3 and self.trains_weights else 0
+        return 0
+
+    @override
+    def _last(self, several: bool) -> int:
+        tensors = 3 if self.shape.tied and not self.how.values else 1
+        return (tensors * self.width + FLOAT32) * self.shape.embedding if self.trains_weights else 0

@@ -87,7 +87,9 @@ class Usage:
     work: Rows
     moment: str = ""
     host: Rows = field(default_factory=dict)
-    """What stays in host memory for this device."""
+    """What is in host memory for this device."""
+    staying: Rows = field(default_factory=dict)
+    """What stays on the device when the role moves to the host."""
 
     @property
     def peak(self) -> int:
@@ -127,10 +129,10 @@ class Learner:
         """What the rank holds, and the worst moment of an update, or of a pass if it is frozen."""
         resident = self.resident()
         if work is None:
-            return Usage(resident, {}, host=self.host())
+            return Usage(resident, {}, "", self.host(), self.staying())
         moments = self.training(work) if self.how.trained else self.inference(work)
         name, rows = max(moments.items(), key=lambda item: sum(item[1].values()))
-        return Usage(resident, rows, name, self.host())
+        return Usage(resident, rows, name, self.host(), self.staying())
 
     def resident(self) -> Rows:
         """Weights, master weights and moments. Sharded trained weights are the float32 master alone."""
@@ -144,7 +146,11 @@ class Learner:
         return {name: size for name, size in rows.items() if size}
 
     def host(self) -> Rows:
-        """What stays in host memory."""
+        """What is always in host memory."""
+        return {}
+
+    def staying(self) -> Rows:
+        """What stays on the device when the role moves to the host."""
         return {}
 
     def gathered(self, layers: int) -> int:
