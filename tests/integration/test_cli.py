@@ -261,6 +261,21 @@ def test_the_papers_recipes_can_be_planned_anywhere(drumroll, name):
     assert "of 80.0 GB: training " in out
 
 
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen2.5-32b-32gpu", "32 = data 4 × pipeline 2 × tensor 4"),
+        ("qwen3-30b-a3b-16gpu", "16 = data 4 × tensor 4, expert 8"),
+        ("qwen2.5-7b-32k", "8 = shard 4 × context 2"),
+    ],
+)
+def test_recipes_of_large_models_can_be_planned_anywhere(drumroll, name, layout):
+    code, out, err = drumroll("plan", f"{ROOT}/recipes/large/{name}.yaml")
+    assert (code, err) == (0, "")
+    assert layout in out
+    assert "of 80.0 GB: training " in out
+
+
 def test_a_dry_run_refuses_what_does_not_fit(drumroll):
     recipe = f"{ROOT}/recipes/multi-domain/qwen2.5-7b-8gpu.yaml"
     for verb in (("plan", recipe), ("train", recipe, "--dry-run", "--no-files")):

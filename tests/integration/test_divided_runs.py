@@ -24,7 +24,7 @@ def cluster(ray_cluster):
 
 ONE = {"runtime": "ray", "devices": 1, "kind": "cpu", "threads": 1}
 TWO = ONE | {"devices": 2}
-LAYOUTS = {"shard 2": {"shard": 2}, "tensor 2": {"tensor": 2}}
+LAYOUTS = {"shard 2": {"shard": 2}, "tensor 2": {"tensor": 2}, "context 2": {"context": 2}}
 PPO = {"preset": "ppo", "kl": 0.05}
 
 
@@ -44,7 +44,7 @@ def divided(parallel):
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["shard 2", "tensor 2", pytest.param("context 2", marks=pytest.mark.slow)])
 def test_a_divided_actor_draws_and_trains_as_one_rank(small, untimed, layout):
     """Step 1 samples the same tokens and has the same losses; engines hold the learner's weights after each publish.
 
@@ -58,7 +58,7 @@ def test_a_divided_actor_draws_and_trains_as_one_rank(small, untimed, layout):
     assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
     exported, trained = load(str(run.path / "model")).module, load("tiny-even").module
     assert all(p.shape == q.shape for p, q in zip(exported.parameters(), trained.parameters(), strict=True))
-    other = {"shard": 1, "tensor": 1} | next(sizes for name, sizes in LAYOUTS.items() if name != layout)
+    other = {"shard": 1, "tensor": 1, "context": 1} | next(sizes for name, sizes in LAYOUTS.items() if name != layout)
     resumed = drumroll.train(
         resume=run.path, overrides=["steps=3", *(f"roles.actor.parallel.{k}={v}" for k, v in other.items())]
     )

@@ -36,7 +36,7 @@ class LiveMemory(TorchDispatchMode):
     @property
     def live(self) -> int:
         """Bytes that are alive now."""
-        found = (ref() for ref in self._storages.values())
+        found = (ref() for ref in list(self._storages.values()))
         return sum(storage.nbytes() for storage in found if storage is not None)
 
     @override
@@ -74,6 +74,17 @@ def held(learner: Learner) -> list[Tensor]:
 def _moments(backend: TorchBackend) -> list[Tensor]:
     assert backend.optimizer is not None
     return [value for state in backend.optimizer.state.values() for value in state.values()]
+
+
+def activation_bytes(learner: Learner, work: Update) -> int:
+    """The most bytes that an update holds beside the learner's state and gradients."""
+    backend = learner.backend
+    assert isinstance(backend, TorchBackend)
+    trained = sum(master.nbytes for master in backend.master)
+    with LiveMemory(held(learner)) as live:
+        start = live.live
+        learner.update(work)
+    return live.peak - start - trained
 
 
 def state_bytes(learner: Learner, work: Update) -> int:

@@ -167,7 +167,10 @@ def test_a_circle_of_sharing_is_refused():
     ("parallel", "says"),
     [
         ({"data": 2, "shard": 4}, "data 2 × 4 devices of a replica = 8, but the role has 16 devices; data 4 would fit"),
-        ({"shard": 2, "expert": 3}, "roles.actor.parallel: expert 3 does not divide data × shard × tensor = 16."),
+        (
+            {"shard": 2, "expert": 3},
+            "roles.actor.parallel: expert 3 does not divide data × shard × tensor = 16, the ranks over which experts are spread; expert 1 or 2 or 4 or 8 or 16 does.",
+        ),
         ({"shard": 5, "expert": 2}, "roles.actor.parallel: shard 5 × expert 2 does not divide 16 devices; nearest: shard 4."),
     ],
 )

@@ -18,6 +18,7 @@ CHANGES = [
     *((ONE, "shard 2", role) for role in ("critic", "LoRA")),
     ("shard 2", "data 2 × shard 2", "LoRA"),
     ("shard 2", ONE, "LoRA"),
+    *(("context 2", after, "actor") for after in (ONE, "shard 2")),
 ]
 """Layouts before and after, and roles."""
 

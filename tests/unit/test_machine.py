@@ -50,7 +50,7 @@ def tree(tmp_path):
 def machine(**changes):
     """A good machine without GPUs, with changes."""
     sets = {"avx2": True, "avx512": True, "amx": True, "bf16": True}
-    names = ("python", "drumroll", "torch", "transformers", "ray", "vllm", "deepspeed", "peft")
+    names = ("python", "drumroll", "torch", "transformers", "ray", "vllm", "megatron-core", "deepspeed", "peft")
     good = Machine(
         cpu=Cpu("Xeon", "x86_64", 8, 8, 8, sets),
         gpus=(),
@@ -205,8 +205,8 @@ def test_ray_that_does_not_answer_is_given_up_at_the_deadline():
 # --- judging ---
 
 
-def test_a_good_machine_runs_everything_but_a_gpu_and_has_no_warnings():
-    assert [p.name for p in parts(machine()) if not p.runs] == ["actor: torch on a GPU"]
+def test_a_good_machine_runs_everything_that_needs_no_gpu_and_has_no_warnings():
+    assert [p.name for p in parts(machine()) if not p.runs] == ["actor: torch on a GPU", "actor: megatron"]
     assert warnings(machine()) == []
 
 
@@ -214,6 +214,8 @@ def test_what_is_missing_comes_with_the_command_that_brings_it():
     bare = machine(versions=dict.fromkeys(machine().versions), vllm=None, bwrap=None, browser=None, compiler=None)
     assert {p.name.split(": ")[-1]: p.install for p in parts(bare) if not p.runs and p.install} == {
         "torch on CPU": "pip install torch",
+        "megatron": "pip install 'drumroll[megatron]'",
+        "deepspeed": "pip install 'drumroll[deepspeed]'",
         "native": "pip install torch",
         "kernels": "apt-get install gcc",
         "vllm": "make vllm",
@@ -256,6 +258,19 @@ def test_a_gpu_says_why_not():
     assert (wrong.runs, wrong.install) == (False, "pip install --force-reinstall torch")
     broken = part(machine(gpu_driver=True, gpu_problem="driver too old"), "on a GPU")
     assert (broken.note, broken.install) == ("a GPU is here, but driver too old", "")
+
+
+def test_learner_backends_and_what_they_lack():
+    here = machine(versions={**machine().versions, "megatron-core": "0.16.1", "deepspeed": "0.19.8"})
+    assert (part(here, "megatron").runs, part(here, "megatron").note) == (False, "megatron-core 0.16.1 needs a GPU")
+    assert (part(here, "deepspeed").runs, part(here, "deepspeed").note) == (True, "deepspeed 0.19.8, on the CPU")
+    assert part(dataclasses.replace(here, gpus=(GPU,)), "megatron").runs
+    assert part(dataclasses.replace(here, gpus=(GPU,)), "deepspeed").note == "deepspeed 0.19.8, on GPUs"
+    bare = machine(versions={**machine().versions, "megatron-core": None, "deepspeed": None})
+    for name in ("megatron", "deepspeed"):
+        assert not part(bare, name).runs
+        assert part(bare, name).note.startswith("not installed")
+        assert part(bare, name).install == f"pip install 'drumroll[{name}]'"
 
 
 def test_ray_and_its_address():

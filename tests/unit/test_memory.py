@@ -80,6 +80,7 @@ QWEN3_06B = {
     [
         (KNOWN["Qwen/Qwen2.5-7B"], 7_615_616_512),
         (KNOWN["Qwen/Qwen2.5-0.5B-Instruct"], 494_032_768),
+        (KNOWN["Qwen/Qwen2.5-32B"], 32_763_876_352),
         (KNOWN["Qwen/Qwen3-30B-A3B-Base"], 30_532_122_624),
         (KNOWN["HuggingFaceTB/SmolLM2-135M-Instruct"], 134_515_008),
         (GEMMA_3_1B, 999_885_952),
@@ -401,6 +402,22 @@ def test_tensor_must_divide_the_heads():
     )
     config = seven(**{"roles.actor.parallel": "{shard: 2, tensor: 4}"})
     assert arrange(config, pool_of(config, 8), ()).meshes["actor"] == Mesh(shard=2, tensor=4)
+
+
+def test_context_must_divide_the_heads_that_tensor_leaves():
+    for parallel, asked, able in (
+        ("{context: 8}", "context 8", "context 1 or 2 or 4"),
+        ("{tensor: 2, context: 4}", "tensor 2 × context 4 = 8", "context 1 or 2"),
+    ):
+        config = seven(**{"roles.actor.parallel": parallel})
+        with pytest.raises(ConfigError) as caught:
+            arrange(config, pool_of(config, 8), ())
+        assert str(caught.value) == (
+            f"roles.actor.parallel: {asked} does not divide the 28 heads and 4 key-value heads of Qwen/Qwen2.5-7B; "
+            f"on these devices {able} does."
+        )
+    config = seven(**{"roles.actor.parallel": "{shard: 2, context: 2, tensor: 2}"})
+    assert arrange(config, pool_of(config, 8), ()).meshes["actor"] == Mesh(shard=2, context=2, tensor=2)
 
 
 def test_adapters_are_not_divided_by_tensor():

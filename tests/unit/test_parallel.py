@@ -56,6 +56,8 @@ LAYOUTS = {
     "data 2 × shard 2": {"data": 2, "shard": 2},
     "tensor 2": {"tensor": 2},
     "tensor 2 × shard 2": {"tensor": 2, "shard": 2},
+    "context 2": {"context": 2},
+    "shard 2 × context 2": {"shard": 2, "context": 2},
 }
 SIZES = {
     "hidden_size": 64,
@@ -127,9 +129,8 @@ LIMITS = {
 
 
 def roles_of(layout):
-    return (
-        ("actor", "critic", "LoRA") if "shard" in LAYOUTS[layout] and "tensor" not in LAYOUTS[layout] else ("actor", "critic")
-    )
+    divides = {"shard", "context"} & LAYOUTS[layout].keys()
+    return ("actor", "critic", "LoRA") if divides and "tensor" not in LAYOUTS[layout] else ("actor", "critic")
 
 
 # --- what every rank does ---

@@ -20,7 +20,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "ray", "vllm", "deepspeed", "peft")
+PACKAGES = ("torch", "transformers", "ray", "vllm", "megatron-core", "deepspeed", "peft")
 INSTRUCTIONS = {
     "x86_64": {"avx2": "avx2", "avx512": "avx512f", "amx": "amx_tile", "bf16": "avx512_bf16 amx_bf16"},
     "aarch64": {"neon": "asimd", "sve": "sve", "i8mm": "i8mm", "bf16": "bf16"},

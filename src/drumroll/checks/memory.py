@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from typing import Any, cast
 
@@ -18,11 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from drumroll.config import RunConfig
+from drumroll.config.learners import AXES, learner_traits
 from drumroll.config.roles import LearnerRole, ParallelConfig
 from drumroll.errors import ConfigError
 from drumroll.mesh import Mesh
 from drumroll.models.shape import ModelShape, find_shape
 from drumroll.placement import memory
+from drumroll.placement.backend_memory import DeepSpeedLearner, MegatronLearner
 from drumroll.placement.devices import Device, Kind, Layout, ranges
 from drumroll.placement.layout import check_meshes
 from drumroll.placement.memory import NAMES, Rows, Training, Usage, Work
@@ -33,8 +35,12 @@ FROZEN = ("reference", "teacher")
 LEARNERS = (*TRAINED, *FROZEN)
 ENGINES = ("rollout", "judge")
 STAGES = ("training", "generation")
+LEARNER_MEMORY = {"megatron": MegatronLearner, "deepspeed": DeepSpeedLearner}
+"""The arithmetic of backends other than torch; a backend of the user's own is taken for one like torch."""
 UTILIZATION = 0.9
 """vLLM's default share of a device."""
+NEAREST = ("shard", "expert", "pipeline", "context", "tensor")
+"""The axes in the order in which others are tried: `tensor`, which costs the most messages, last."""
 CPU_CACHE = 2**30
 """Keys and values of vLLM on a CPU, unless an option says otherwise."""
 
@@ -57,11 +63,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Group:
-    """Devices that hold the same roles."""
+    """Devices that hold the same roles, and the same pipeline stage of each."""
 
     devices: tuple[Device, ...]
     stages: Mapping[str, Mapping[str, Rows]]
     """Rows by stage and role."""
+    holds: str = ""
+    """Which pipeline stages they hold, for sentences."""
+    host: Mapping[str, Rows] = field(default_factory=dict)
+    """Rows in host memory for each device, by role."""
 
     @property
     def memory(self) -> int | None:
@@ -70,8 +80,8 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The devices as a range."""
-        return f"{self.devices[0].kind.value} {ranges([d.index for d in self.devices])}"
+        """The devices as a range, and their pipeline stages."""
+        return f"{self.devices[0].kind.value} {ranges([d.index for d in self.devices])}{self.holds}"
 
     def peak(self, stage: str) -> int:
         """Bytes on one device in a stage."""
@@ -85,13 +95,23 @@ class Group:
 
 def memory_plan(config: RunConfig, layout: Layout) -> Plan:
     """Compute the memory of every role on every device."""
-    together: dict[tuple[str, ...], list[Device]] = {}
+    together: dict[tuple[tuple[str, int], ...], list[Device]] = {}
     for device in dict.fromkeys(d for devices in layout.devices.values() for d in devices):
-        roles = tuple(role for role, devices in layout.devices.items() if device in devices)
+        roles = tuple(
+            (role, _mesh(layout, role, device).coordinates["pipeline"])
+            for role, devices in layout.devices.items()
+            if device in devices
+        )
         together.setdefault(roles, []).append(device)
     usages = _Usages(config, layout)
-    groups = [Group(tuple(devices), usages.stages(roles, devices[0])) for roles, devices in together.items()]
+    groups = [usages.group(dict(roles), tuple(devices)) for roles, devices in together.items()]
     return Plan(groups, usages.unknown)
+
+
+def _mesh(layout: Layout, role: str, device: Device) -> Mesh:
+    """The mesh of a role, with the rank that runs on this device; engines and reward models have none."""
+    mesh = layout.meshes.get(role)
+    return Mesh() if mesh is None else replace(mesh, rank=layout.devices[role].index(device) % mesh.size)
 
 
 class _Usages:
@@ -103,9 +123,16 @@ class _Usages:
         learning = {d for role in LEARNERS for d in layout.devices.get(role, ())}
         self.turns = any(d in learning for role in ENGINES for d in layout.devices.get(role, ()))
 
-    def stages(self, roles: tuple[str, ...], device: Device) -> dict[str, dict[str, Rows]]:
-        """Rows by stage and role on a device with these roles."""
-        found = {role: usage for role in roles if (usage := self.usage(role, device)) is not None}
+    def group(self, roles: Mapping[str, int], devices: tuple[Device, ...]) -> Group:
+        """Like devices, given their roles and the pipeline stage of each."""
+        found = {role: usage for role in roles if (usage := self.usage(role, devices[0])) is not None}
+        depth = {role: self.layout.meshes[role].pipeline for role in roles if role in self.layout.meshes}
+        held = [f"{role}'s pipeline stage {roles[role] + 1} of {size}" for role, size in depth.items() if size > 1]
+        host = {role: usage.host for role, usage in found.items() if usage.host}
+        return Group(devices, self._stages(found, devices[0]), f" ({', '.join(held)})" if held else "", host)
+
+    def _stages(self, found: Mapping[str, Usage], device: Device) -> dict[str, dict[str, Rows]]:
+        """Rows by stage and role on a device."""
         learners = [role for role in found if role in LEARNERS]
         busy = max(learners, key=lambda role: sum(found[role].work.values()), default="")
         training = {role: self._in_training(role, usage, device, role == busy, bool(learners)) for role, usage in found.items()}
@@ -123,7 +150,7 @@ class _Usages:
             sent = memory.buckets(self._shape(role), self._dtype(role)) if role == "rollout" and not self.local else 0
             return usage.rows() | ({"buckets": sent} if sent else {})
         away = role in TRAINED and self.turns and device.kind is not Kind.CPU and not self.local
-        return {} if away else usage.rows(working=False)
+        return usage.staying if away else usage.rows(working=False)
 
     def usage(self, role: str, device: Device) -> Usage | None:
         """The memory of a role on one of its devices; None if its model's shape is not known."""
@@ -132,11 +159,11 @@ class _Usages:
             self.unknown += [name] if name not in self.unknown else []
             return None
         if role in LEARNERS:
-            return self._learner(cast("LearnerRole", role))
+            return self._learner(cast("LearnerRole", role), _mesh(self.layout, role, device))
         return {"rollout": self._rollout, "judge": self._judge, "reward_model": self._reward_model}[role](device)
 
-    def _learner(self, role: LearnerRole) -> Usage:
-        config, mesh, shape = self.config, self.layout.meshes[role], self._shape(role)
+    def _learner(self, role: LearnerRole, mesh: Mesh) -> Usage:
+        config, shape = self.config, self._shape(role)
         section, parallel, lora = getattr(config.roles, role), config.parallel(role), config.roles.actor.lora
         how = Training(
             dtype=self._dtype(role),
@@ -147,8 +174,12 @@ class _Usages:
             recompute=getattr(section, "recompute_activations", False),
             reshard=parallel.reshard,
             accumulate=parallel.accumulate,
+            sequence=parallel.sequence and mesh.tensor > 1 and config.learner_backend(role) == "megatron",
+            zero=parallel.zero,
+            offload=parallel.offload,
         )
-        return memory.Learner(shape, how).usage(largest_work(config, role, mesh))
+        made = LEARNER_MEMORY.get(config.learner_backend(role), memory.Learner)
+        return made(shape, how).usage(largest_work(config, role, mesh))
 
     def _rollout(self, device: Device) -> Usage:
         config, role, shape = self.config, self.config.roles.rollout, self._shape("rollout")
@@ -205,14 +236,14 @@ def largest_work(config: RunConfig, role: str, mesh: Mesh) -> Work:
     longest, batch = config.longest_trained(), config.batch_size()
     most = math.inf if batch is None else -(-(optim.minibatch or batch) // mesh.shares) * longest
     tokens = int(min(max(optim.micro_tokens, longest), max(most, longest)))
-    several = most > tokens
+    several, count = most > tokens, max(1, -(-most // tokens))
     samples = config.rollout_section().most_samples if config.has_rollouts() else 1
     entropy = role == "actor" and config.has_rollouts() and open_algorithm(config).loss.entropy_gradient
     if samples == 1 or tokens < 2 * longest:
-        return Work(tokens, tokens, several=several, entropy_gradient=entropy)
+        return Work(tokens, tokens, several=several, entropy_gradient=entropy, micro_batches=count)
     prompt = min(config.data.max_prompt_tokens, longest - 1)
     spread = samples * longest / (prompt + samples * (longest - prompt))
-    return Work(tokens, tokens, int(tokens * spread), tokens * longest, several, entropy)
+    return Work(tokens, tokens, int(tokens * spread), tokens * longest, several, entropy, count)
 
 
 # --- for people ---
@@ -231,6 +262,8 @@ def _table(group: Group) -> Iterator[str]:
     has = f", of {group.memory / 1e9:.1f} GB" if group.memory else ""
     sums = (f"{stage} {group.peak(stage) / 1e9:.2f} GB{' (peak)' * (stage == group.peak_stage)}" for stage in STAGES)
     yield f"memory of each device {group.name}{has}: {', '.join(sums)}"
+    for role, rows in group.host.items():
+        yield f"host memory of {role} for each of them: {_sum(rows)} = {sum(rows.values()) / 1e9:.1f} GB"
     columns = [(stage, role, rows) for stage in STAGES for role, rows in group.stages[stage].items() if rows]
     table = Table()
     table.add_column("GB")
@@ -245,16 +278,17 @@ def _table(group: Group) -> Iterator[str]:
     yield from text.getvalue().splitlines()
 
 
+def _sum(rows: Rows) -> str:
+    """Rows as terms of a sum, in GB."""
+    return " + ".join(f"{name} {size / 1e9:.1f}" for name, size in rows.items())
+
+
 def check_memory(config: RunConfig, plan: Plan, layout: Layout) -> None:
     """Refuse a plan that does not fit, with its arithmetic and the nearest one that fits."""
     if plan.worst is None:
         return
     group, stage = plan.worst
-    sums = [
-        f"{role} ({' + '.join(f'{name} {size / 1e9:.1f}' for name, size in rows.items())})"
-        for role, rows in group.stages[stage].items()
-        if rows
-    ]
+    sums = [f"{role} ({_sum(rows)})" for role, rows in group.stages[stage].items() if rows]
     hint = "take more devices, or a smaller model: nothing tried (parallel, recompute_activations, micro_tokens, slots) fits"
     if found := nearest(config, layout):
         hint = f"nearest that fits: {found}"
@@ -288,8 +322,8 @@ def _steps(config: RunConfig, layout: Layout, group: Group, stage: str) -> Itera
         again = _again(changed, layout)
         if again is None:
             continue
-        now = next(g for g in memory_plan(changed, again).groups if g.devices == group.devices)
-        if now.peak(stage) <= (group.memory or math.inf):
+        now = [other for other in memory_plan(changed, again).groups if not set(other.devices).isdisjoint(group.devices)]
+        if all(other.peak(stage) <= (group.memory or math.inf) for other in now):
             yield changes, changed, again
 
 
@@ -307,10 +341,11 @@ def _again(config: RunConfig, layout: Layout) -> Layout | None:
     meshes: dict[str, Mesh] = {}
     for role, mesh in layout.meshes.items():
         asked = config.parallel(cast("LearnerRole", role))
-        replicas, rest = divmod(mesh.size, asked.shard * asked.tensor)
-        if rest or asked.data not in (None, replicas):
+        sizes = {axis: getattr(asked, axis) for axis in AXES if axis != "data"}
+        replicas, rest = divmod(mesh.size, math.prod(size for axis, size in sizes.items() if axis != "expert"))
+        if rest or asked.data not in (None, replicas) or replicas * asked.shard * asked.tensor % asked.expert:
             return None
-        meshes[role] = Mesh(data=replicas, shard=asked.shard, tensor=asked.tensor)
+        meshes[role] = Mesh(data=replicas, **sizes)
     again = replace(layout, meshes=meshes)
     try:
         check_meshes(config, again)
@@ -334,9 +369,6 @@ def _changes(config: RunConfig, layout: Layout, role: str) -> Iterator[dict[str,
 
 def _learner_changes(config: RunConfig, role: str, mesh: Mesh) -> Iterator[dict[str, Any]]:
     parallel, section = config.parallel(cast("LearnerRole", role)), getattr(config.roles, role)
-    divisors = [size for size in range(1, mesh.size + 1) if mesh.size % size == 0]
-    sizes = [pair for pair in product(divisors, repeat=2) if mesh.size % math.prod(pair) == 0]
-    sizes.sort(key=lambda pair: (abs(math.log(pair[1] / mesh.tensor)), abs(math.log(pair[0] / mesh.shard))))
     optim = "roles.critic.optim" if role == "critic" else "optim"
     tokens = section.optim.micro_tokens if role == "critic" else config.optim.micro_tokens
     more: list[dict[str, Any]] = [{}]
@@ -344,11 +376,26 @@ def _learner_changes(config: RunConfig, role: str, mesh: Mesh) -> Iterator[dict[
         recompute = {} if section.recompute_activations else {f"roles.{role}.recompute_activations": True}
         fewer = [tokens >> halvings for halvings in range(1, 8) if tokens >> halvings >= 256]
         more += [recompute, *(recompute | {f"{optim}.micro_tokens": size} for size in fewer)]
-    for extra, (shard, tensor) in product(more, sizes):
-        same = (shard, tensor) == (mesh.shard, mesh.tensor)
-        sized = parallel.model_copy(update={"data": None, "shard": shard, "tensor": tensor})
-        if changes := ({} if same else {f"roles.{role}.parallel": sized}) | extra:
+    for extra, sized in product(more, _divisions(config.learner_backend(role), parallel, mesh)):
+        if changes := ({} if sized == parallel else {f"roles.{role}.parallel": sized}) | extra:
             yield changes
+
+
+def _divisions(backend: str, parallel: ParallelConfig, mesh: Mesh) -> list[ParallelConfig]:
+    """All ways of a backend to divide a model over the devices of a mesh, this one first.
+
+    After it those that change only the first axis, then those that change the second; DeepSpeed's from the fastest to the
+    smallest.
+    """
+    if backend == "deepspeed":
+        ways = [(2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "all")]
+        return [parallel.model_copy(update={"zero": zero, "offload": offload}) for zero, offload in ways]
+    axes = [axis for axis in NEAREST if axis in learner_traits(backend).axes]
+    divisors = [size for size in range(1, mesh.size + 1) if mesh.size % size == 0]
+    sizes = [dict(zip(axes, each, strict=True)) for each in product(divisors, repeat=len(axes))]
+    sizes = [each for each in sizes if mesh.size % math.prod(size for axis, size in each.items() if axis != "expert") == 0]
+    sizes.sort(key=lambda each: [abs(math.log(each[axis] / getattr(mesh, axis))) for axis in reversed(axes)])
+    return [parallel, *(parallel.model_copy(update={"data": None, **each}) for each in sizes[1:])]
 
 
 def _changed(section: Any, path: list[str], value: Any) -> Any:
@@ -362,5 +409,6 @@ def _changed(section: Any, path: list[str], value: Any) -> Any:
 def _written(value: Any) -> str:
     """A value as a recipe writes it."""
     if isinstance(value, ParallelConfig):
-        return "{" + ", ".join(f"{axis}: {size}" for axis, size in (value.sizes() or {"shard": 1}).items()) + "}"
+        sizes = {field: getattr(value, field) for field in value.asked()} | value.sizes()
+        return "{" + ", ".join(f"{axis}: {_written(size)}" for axis, size in (sizes or {"shard": 1}).items()) + "}"
     return str(value).lower()

@@ -41,6 +41,8 @@ def parts(machine: Machine) -> list[Part]:
     return [
         _torch(machine, "actor: torch on CPU", _count(machine.cpu.cores, "core")),
         _gpu(machine),
+        _megatron(machine),
+        _deepspeed(machine),
         _torch(machine, "rollout: native", "the actor's device"),
         _tool("rollout: kernels", machine.compiler, "gcc"),
         _vllm(machine),
@@ -68,6 +70,19 @@ def _gpu(machine: Machine) -> Part:
     return Part(
         name, False, f"a GPU is here, but {machine.gpu_problem}", "pip install --force-reinstall torch" if wrong else ""
     )
+
+
+def _megatron(machine: Machine) -> Part:
+    """Judge Megatron-Core, which needs a GPU."""
+    part = _optional(machine, "actor: megatron", "megatron-core", "drumroll[megatron]")
+    if machine.gpus:
+        return part
+    return Part(part.name, False, f"{part.note}{' needs' if part.runs else ', and needs'} a GPU", part.install)
+
+
+def _deepspeed(machine: Machine) -> Part:
+    part = _optional(machine, "actor: deepspeed", "deepspeed", "drumroll[deepspeed]")
+    return Part(part.name, True, f"{part.note}, on {'GPUs' if machine.gpus else 'the CPU'}") if part.runs else part
 
 
 def _vllm(machine: Machine) -> Part:

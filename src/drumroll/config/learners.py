@@ -22,6 +22,8 @@ class LearnerTraits:
     """Engines of its process can generate with its working weights, so it runs on the local runtime too."""
     adapters: bool = True
     """It trains LoRA adapters."""
+    families: tuple[str, ...] = ()
+    """The model types that it trains, as transformers names them; empty: all."""
     extra: str | None = None
     """What of drumroll must be installed beside it."""
 
@@ -34,6 +36,7 @@ LEARNERS: dict[str, LearnerTraits] = {
         ("sequence",),
         shares_weights=False,
         adapters=False,
+        families=("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"),
         extra="megatron",
     ),
     "deepspeed": LearnerTraits("DeepSpeed", ("shard",), ("zero", "offload"), shares_weights=False, extra="deepspeed"),

@@ -24,6 +24,16 @@ _QWEN_7B = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
+_QWEN_32B = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
 _QWEN_05B = {
     "model_type": "qwen2",
     "vocab_size": 151936,
@@ -63,6 +73,7 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen2.5-7B-Instruct": _QWEN_7B,
     "Qwen/Qwen2.5-0.5B": _QWEN_05B,
     "Qwen/Qwen2.5-0.5B-Instruct": _QWEN_05B,
+    "Qwen/Qwen2.5-32B": _QWEN_32B,
     "Qwen/Qwen3-30B-A3B": _QWEN_30B,
     "Qwen/Qwen3-30B-A3B-Base": _QWEN_30B,
     "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2_135M,

@@ -75,12 +75,21 @@ def check(config: Any, size: int) -> None:
         raise ConfigError(
             f"{key}: models of type '{text.model_type}' are not divided by tensor; use shard. It works for {', '.join(sorted(FAMILIES))}."
         )
+    check_heads(config, "tensor", size)
+
+
+def check_heads(config: Any, axis: str, size: int, tensor: int = 1) -> None:
+    """Refuse a number of ranks along an axis that does not divide a model's heads, of which each `tensor` rank has a part."""
+    text = config.get_text_config()
     heads = text.num_attention_heads
     for name, count in (("heads", heads), ("key-value heads", getattr(text, "num_key_value_heads", None) or heads)):
-        if count % size:
-            fitting = [n for n in range(1, count + 1) if count % n == 0 and heads % n == 0]
+        if count % (size * tensor):
+            fitting = [n for n in range(1, count + 1) if count % (n * tensor) == 0 and heads % (n * tensor) == 0]
             nearest = min(fitting, key=lambda n: (abs(n - size), n))
-            raise ConfigError(f"{key} does not divide the model's {count} {name}; nearest that does: tensor {nearest}.")
+            asked = f"{axis} {size}" if tensor == 1 else f"tensor {tensor} × {axis} {size}"
+            raise ConfigError(
+                f"parallel: {asked} does not divide the model's {count} {name}; nearest that does: {axis} {nearest}."
+            )
 
 
 def divide(module: Any, group: Any) -> TensorParallel:

@@ -122,8 +122,10 @@ class Layout:
             kinds = "+".join(dict.fromkeys(d.kind.value for d in devices))
             size = self.replica[role]
             ranks = f"{len(devices)}" if size in (1, len(devices)) else f"{len(devices)} = {len(devices) // size} × {size}"
-            if role in self.meshes and size > 1:
-                ranks = f"{len(devices)} = {_product({axis: getattr(self.meshes[role], axis) for axis in AXES})}"
+            if role in self.meshes and (size > 1 or self.meshes[role].expert > 1):
+                mesh = self.meshes[role]
+                ranks = f"{len(devices)} = {_product({axis: getattr(mesh, axis) for axis in AXES})}"
+                ranks += f", expert {mesh.expert}" if mesh.expert > 1 else ""
             rows.append((role, f"{kinds} {ranges([d.index for d in devices])}", ranks, shares or "-"))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
@@ -184,8 +186,16 @@ def _mesh(request: DeviceRequest, devices: int) -> Mesh:
         )
     regrouped = data * sizes.get("shard", 1) * sizes.get("tensor", 1)
     if regrouped % sizes.get("expert", 1):
-        raise ConfigError(f"{key}: expert {sizes['expert']} does not divide data × shard × tensor = {regrouped}.")
+        raise ConfigError(
+            f"{key}: expert {sizes['expert']} does not divide data × shard × tensor = {regrouped}, the ranks over which experts are "
+            f"spread; expert {common_divisors(regrouped, regrouped)} does."
+        )
     return Mesh(**sizes)
+
+
+def common_divisors(count: int, other: int) -> str:
+    """The sizes that divide both, for sentences."""
+    return " or ".join(str(size) for size in range(1, math.gcd(count, other) + 1) if count % size == 0 and other % size == 0)
 
 
 def _key(role: str) -> str:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection
+from typing import cast
 
 from drumroll.algorithms import REFERENCE, TEACHER, VALUES
 from drumroll.config import RunConfig
 from drumroll.config.accelerators import USUAL
-from drumroll.config.learners import AXES
+from drumroll.config.learners import AXES, learner_traits
 from drumroll.config.roles import LearnerRole
 from drumroll.errors import ConfigError
-from drumroll.models.shape import find_shape
+from drumroll.mesh import Mesh
+from drumroll.models.shape import ModelShape, find_shape
 from drumroll.models.tensor_parallel import FAMILIES
-from drumroll.placement.devices import DeviceRequest, Kind, Layout, Pool, lay_out
+from drumroll.placement.devices import DeviceRequest, Kind, Layout, Pool, common_divisors, lay_out
 
 
 def requests(config: RunConfig, needs: Collection[str]) -> list[DeviceRequest]:
@@ -52,29 +54,67 @@ def arrange(config: RunConfig, pool: Pool, needs: Collection[str]) -> Layout:
 
 
 def check_meshes(config: RunConfig, layout: Layout) -> None:
-    """Refuse a `tensor` that does not divide the heads of a role's model, if the shape of the model is known."""
+    """Refuse divisions that a backend does not have, or that a role's model does not allow if its shape is known."""
     for role, mesh in layout.meshes.items():
-        if mesh.tensor > 1:
-            _check_tensor(config, role, mesh.tensor, mesh.size // mesh.shard)
+        backend, name = config.learner_backend(role), getattr(config.roles, role).model or config.model
+        traits = learner_traits(backend)
+        if mesh.data > 1 and "data" not in traits.axes:
+            raise ConfigError(
+                f"roles.{role}.parallel: {traits.title} divides a model over all devices of a role, and makes no replicas (data "
+                f"{mesh.data} × shard {mesh.shard}); shard {mesh.size} takes all {mesh.size} devices."
+            )
+        shape = find_shape(name) if mesh.tensor * mesh.context > 1 or traits.families else None
+        if shape is None:
+            continue
+        if traits.families and shape.family not in traits.families:
+            raise ConfigError(
+                f"roles.{role}.backend: {backend} trains no models of type '{shape.family}' ({name}), only "
+                f"{', '.join(sorted(traits.families))}; use backend: torch."
+            )
+        _check_heads(role, name, shape, mesh, torch=backend == "torch")
+        if backend == "megatron":
+            sequence = config.parallel(cast("LearnerRole", role)).sequence
+            _check_megatron(f"roles.{role}.parallel", name, shape, mesh, sequence=sequence)
 
 
-def _check_tensor(config: RunConfig, role: str, tensor: int, devices: int) -> None:
-    """The family has a plan, and each device computes as many heads, and key-value heads, as the others."""
-    name = getattr(config.roles, role).model or config.model
-    shape = find_shape(name)
-    if shape is not None and config.learner_backend(role) == "torch" and shape.family not in FAMILIES:
+def _check_heads(role: str, name: str, shape: ModelShape, mesh: Mesh, *, torch: bool) -> None:
+    """The family has a plan, and each device attends with as many heads, and key-value heads, as the others."""
+    tensor, heads = mesh.tensor, math.gcd(shape.heads, shape.kv_heads)
+    if torch and tensor > 1 and shape.family not in FAMILIES:
         raise ConfigError(
             f"roles.{role}.parallel: tensor {tensor} divides no models of type '{shape.family}' ({name}); use shard, or one of the types "
             f"{', '.join(sorted(FAMILIES))}."
         )
-    if shape is None or (shape.heads % tensor == 0 and shape.kv_heads % tensor == 0):
-        return
-    most = math.gcd(shape.heads, shape.kv_heads)
-    able = [str(size) for size in range(1, most + 1) if most % size == 0 and devices % size == 0]
-    raise ConfigError(
-        f"roles.{role}.parallel: tensor {tensor} does not divide the {shape.heads} heads and {shape.kv_heads} key-value heads of "
-        f"{name}; on these devices tensor {' or '.join(able)} does."
-    )
+    for axis, size, most in (("tensor", tensor, heads), ("context", mesh.context, heads // tensor)):
+        if most % size:
+            both = axis == "context" and tensor > 1
+            asked = f"tensor {tensor} × context {size} = {tensor * size}" if both else f"{axis} {size}"
+            devices = mesh.data * mesh.context * (tensor if axis == "tensor" else 1)
+            raise ConfigError(
+                f"roles.{role}.parallel: {asked} does not divide the {shape.heads} heads and {shape.kv_heads} key-value heads of "
+                f"{name}; on these devices {axis} {common_divisors(most, devices)} does."
+            )
+
+
+def _check_megatron(key: str, name: str, shape: ModelShape, mesh: Mesh, *, sequence: bool) -> None:
+    """Pipeline stages get equally many layers, ranks equally many columns and experts."""
+    if shape.layers % mesh.pipeline:
+        able = common_divisors(shape.layers, mesh.data * mesh.pipeline)
+        raise ConfigError(
+            f"{key}: pipeline {mesh.pipeline} does not divide the {shape.layers} layers of {name}; on these devices pipeline {able} does."
+        )
+    if mesh.expert > 1 and not shape.experts:
+        raise ConfigError(f"{key}: expert {mesh.expert} divides experts, and {name} has none; leave expert out.")
+    if mesh.expert > 1 and shape.experts % mesh.expert:
+        able = common_divisors(shape.experts, mesh.data * mesh.tensor)
+        raise ConfigError(
+            f"{key}: expert {mesh.expert} does not divide the {shape.experts} experts of {name}; on these devices expert {able} does."
+        )
+    columns = shape.expert_width or shape.mlp
+    if mesh.expert == 1 and columns % mesh.tensor:  # `expert` leaves experts whole
+        raise ConfigError(f"{key}: tensor {mesh.tensor} does not divide the {columns} columns of the MLP of {name}.")
+    if shape.experts and mesh.tensor > 1 and not sequence:
+        raise ConfigError(f"{key}: experts with tensor {mesh.tensor} need sequence: true, which is the default.")
 
 
 def adapters_off(config: RunConfig) -> bool:

@@ -6,6 +6,7 @@ allocates it; `tests/unit/test_memory.py` compares the sums with the peak of a r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,6 +54,8 @@ class Work:
     several: bool = True
     """More micro-batches follow before the optimizer's step, so gradients of earlier ones are there."""
     entropy_gradient: bool = False
+    micro_batches: float = math.inf
+    """The most micro-batches of a minibatch: so many can be on their way through a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,11 @@ class Training:
     recompute: bool = False
     reshard: bool = True
     accumulate: Literal["sharded", "local"] = "sharded"
+    sequence: bool = False
+    """Megatron: tensor-parallel ranks divide the tokens of norms and of states between layers."""
+    zero: int = 3
+    """DeepSpeed: divide optimizer state and gradients (2), or weights too (3)."""
+    offload: Literal["none", "optimizer", "all"] = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,10 @@ class Usage:
     resident: Rows
     work: Rows
     moment: str = ""
+    host: Rows = field(default_factory=dict)
+    """What is in host memory for this device."""
+    staying: Rows = field(default_factory=dict)
+    """What stays on the device when the role moves to the host."""
 
     @property
     def peak(self) -> int:
@@ -91,13 +103,15 @@ class Usage:
 
 
 class Learner:
-    """The memory of one rank of a training role."""
+    """The memory of one rank of a training role, by the torch backend; `backend_memory.py` has the others."""
 
     def __init__(self, shape: ModelShape, how: Training) -> None:
         self.shape, self.how = shape, how
         self.width = WIDTH[how.dtype]
         self.float = max(FLOAT32, self.width)
         self.parts, self.shards = how.mesh.tensor, how.mesh.shard
+        self.spread = how.mesh.tensor if how.sequence else 1
+        self.layers = shape.layers
         head = 0 if how.values else shape.head
         whole = shape.parameters - shape.head + head
         self.own = self._divided(whole, shape.replicated)
@@ -115,10 +129,10 @@ class Learner:
         """What the rank holds, and the worst moment of an update, or of a pass if it is frozen."""
         resident = self.resident()
         if work is None:
-            return Usage(resident, {})
+            return Usage(resident, {}, "", self.host(), self.staying())
         moments = self.training(work) if self.how.trained else self.inference(work)
         name, rows = max(moments.items(), key=lambda item: sum(item[1].values()))
-        return Usage(resident, rows, name)
+        return Usage(resident, rows, name, self.host(), self.staying())
 
     def resident(self) -> Rows:
         """Weights, master weights and moments. Sharded trained weights are the float32 master alone."""
@@ -131,11 +145,19 @@ class Learner:
             rows["master"] = FLOAT32 * trained if self.width < FLOAT32 else 0
         return {name: size for name, size in rows.items() if size}
 
+    def host(self) -> Rows:
+        """What is always in host memory."""
+        return {}
+
+    def staying(self) -> Rows:
+        """What stays on the device when the role moves to the host."""
+        return {}
+
     def gathered(self, layers: int) -> int:
         """FSDP's gathered weights: the root group, and some layers."""
         if self.shards == 1:
             return 0
-        return self.width * (self.root + min(layers, self.shape.layers) * self.layer)
+        return self.width * (self.root + min(layers, self.layers) * self.layer)
 
     def inference(self, work: Work) -> dict[str, Rows]:
         """The moments of a pass without gradients, which keeps one layer's activations."""
@@ -152,13 +174,13 @@ class Learner:
         Activations shrink and gradients grow from the last layer's backward pass to the first's, so one of both is worst;
         under FSDP the second, when the last layer's gradient is being reduced.
         """
-        gathered = [self.gathered(layers if self.how.reshard else self.shape.layers) for layers in (1, 2)]
+        gathered = [self.gathered(layers if self.how.reshard else self.layers) for layers in (1, 2)]
         kept, each = self.kept_activations(work), self._kept_of_a_layer(work)
         summed, waiting = self.summed(), self._waiting(work.several)
         before = summed if work.several else 0
         forward, backward, product = self.logits(work)
         head = self.width * self.vocabulary if self.trains_weights else 0  # one gradient of the head's weight
-        buffered = head if work.rows > ROWS else 0  # of the chunks before, in autograd's buffer
+        buffered = head if self._tokens(work.rows) > ROWS else 0  # of the chunks before, in autograd's buffer
         layer = self.layer_activations(work) + self.backward_activations(work)
         last = 0 if self.how.recompute else each  # among those that are kept
         tensor, reduced = self._added(work.several), self._reduced(self.layer, work.several)
@@ -224,37 +246,44 @@ class Learner:
 
         Norms keep their input in float32 and the normalised states; linear layers their input; attention the spread
         queries, keys and values (repeated for all heads), its output and a float32 sum per head, and its mask in the
-        working type; a gated MLP both projections, the activation and the product.
+        working type; a gated MLP both projections, the activation and the product. Context-parallel ranks divide the
+        tokens, and in attention the heads of all tokens, but not the mask.
         """
-        shape, width, tokens = self.shape, self.width, work.tokens
+        shape, width, tokens = self.shape, self.width, self._tokens(work.tokens)
         queries = shape.heads * shape.head_dim // self.parts
-        norms = shape.norms[0] + shape.norms[1] // self.parts
-        per_token = norms * (self.float + width) + 2 * shape.hidden * width  # norms, and the inputs of attention and MLP
+        norms = shape.norms[0] // self.spread + shape.norms[1] // self.parts
+        hidden = shape.hidden // self.spread
+        per_token = norms * (self.float + width) + 2 * hidden * width  # norms, and the inputs of attention and MLP
         per_token += 3 * queries * width + shape.heads // self.parts * FLOAT32  # queries, output, input of the output layer
         per_token += (4 if shape.gated else 3) * (shape.mlp // self.parts) * width
-        per_token += 2 * shape.visits * shape.hidden * width  # an expert's input, and its output before it is weighed
-        return tokens * per_token + 2 * (work.keys or tokens) * queries * width + work.masked * width
+        per_token += 2 * shape.visits * hidden * width  # an expert's input, and its output before it is weighed
+        keys = self._tokens(work.keys or work.tokens)
+        return tokens * per_token + 2 * keys * queries * width + work.masked * width
 
     def outer_activations(self, work: Work) -> int:
         """Outside the layers: the final norm, rotary tables, the hidden states of trained tokens, the masks as booleans."""
         shape = self.shape
-        final = shape.hidden * (self.float + 2 * self.width) + 2 * shape.head_dim * FLOAT32
-        return work.tokens * final + work.rows * shape.hidden * self.width + work.masked
+        final = shape.hidden // self.spread * (self.float + 2 * self.width) + 2 * shape.head_dim * FLOAT32
+        return self._tokens(work.tokens) * final + self._tokens(work.rows) * shape.hidden * self.width + work.masked
+
+    def _tokens(self, tokens: int) -> int:
+        """Of the tokens of a micro-batch those that one rank computes."""
+        return -(-tokens // self.how.mesh.context)
 
     def kept_activations(self, work: Work) -> int:
         """What lives between forward and backward pass: all layers' activations, or only their inputs."""
-        return self.shape.layers * self._kept_of_a_layer(work) + self.outer_activations(work)
+        return self.layers * self._kept_of_a_layer(work) + self.outer_activations(work)
 
     def _kept_of_a_layer(self, work: Work) -> int:
         return self._states(work) if self.how.recompute else self.layer_activations(work)
 
     def _states(self, work: Work) -> int:
         """Hidden states of all tokens."""
-        return work.tokens * self.shape.hidden * self.width
+        return self._tokens(work.tokens) * self.shape.hidden // self.spread * self.width
 
     def backward_activations(self, work: Work) -> int:
         """Beside a layer's activations in its backward pass: gradients of both factors of the MLP's product, and of two states."""
-        return work.tokens * self.width * (2 * self.shape.mlp // self.parts + 2 * self.shape.hidden)
+        return self._tokens(work.tokens) * self.width * (2 * self.shape.mlp // self.parts + 2 * self.shape.hidden)
 
     def logits(self, work: Work) -> tuple[int, int, int]:
         """The chunk of logits at its worst in the forward pass, in the backward pass, and at the product with the head.
@@ -265,7 +294,7 @@ class Learner:
         """
         if self.how.values:
             return 0, 0, 0
-        cells = min(work.rows, ROWS) * self.shape.vocabulary // self.parts
+        cells = min(self._tokens(work.rows), ROWS) * self.shape.vocabulary // self.parts
         backward = 3 + 2 * work.entropy_gradient
         return cells * (self.width + 3 * self.float), cells * backward * self.float, cells * self.float
 

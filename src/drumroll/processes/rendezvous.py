@@ -166,6 +166,7 @@ COLLECTIVES = {
     **{"all_to_all_single": "alltoall_base"},
     **{"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"},
     **{"_allgather_base": "_allgather_base", "_reduce_scatter_base": "_reduce_scatter_base"},
+    "all_to_all_single": "alltoall_base",
 }
 """Methods of a process group, and the names under which its gloo group has them."""
 

@@ -1,6 +1,6 @@
-"""Opens a model of which no rank holds all: tensor parallelism divides its layers, FSDP the rows of what is left.
+"""Opens a model that ranks compute together: tensor parallelism divides its layers, FSDP the rows of what is left.
 
-Every parameter of a rank is then a block of the whole tensor (`Piece`). Blocks are read from files one by one, and whole
+Every parameter of a rank is then a block of the whole tensor (`Piece`); ranks along `context` hold the same blocks. Blocks are read from files one by one, and whole
 tensors exist one at a time, where they are sent or exported.
 """
 
@@ -24,7 +24,7 @@ from drumroll.learners.ranks import Ranks
 from drumroll.models.blocks import BlockSource, Files, local_tensor, materialise, replace_parameters
 from drumroll.models.loading import DTYPES, LoadedModel, load_empty
 from drumroll.models.lora import BASE, add_adapters, first_adapter, is_adapter
-from drumroll.models.tensor_parallel import TensorParallel, divide
+from drumroll.models.tensor_parallel import TensorParallel, check_heads, divide
 from drumroll.models.value import BODY, ValueModel
 from drumroll.models.witness import decoder_layers
 from drumroll.processes import accelerator
@@ -54,7 +54,7 @@ class Division:
     def copies(self, name: str) -> int:
         """How many ranks hold the same block of a parameter."""
         mesh = self.ranks.mesh
-        return mesh.data * (1 if self._part(name) else mesh.tensor)
+        return mesh.data * mesh.context * (1 if self._part(name) else mesh.tensor)
 
     def is_partial(self, name: str) -> bool:
         """Whether the gradient of a parameter that tensor-parallel ranks hold whole is a part on each."""
@@ -68,7 +68,7 @@ class Division:
             offsets[0] = min(at["shard"] * -(-self.rows[name] // mesh.shard), self.rows[name])
         if part is not None:
             shape[part.dim], offsets[part.dim] = part.whole, offsets[part.dim] + part.start
-        first = at["data"] == 0 and (part is not None or at["tensor"] == 0)
+        first = at["data"] == at["context"] == 0 and (part is not None or at["tensor"] == 0)
         return Piece(name, tuple(shape), tuple(offsets), local, first)
 
     def whole(self, name: str, local: Tensor) -> Tensor:
@@ -100,6 +100,8 @@ def open_divided(spec: LearnerSpec) -> tuple[LoadedModel, nn.Module, Division]:
     mesh = spec.ranks.mesh
     model, source = load_empty(spec.name, dtype=spec.dtype, seed=spec.seed, recompute_activations=spec.recompute_activations)
     prefix, layers = model.module.base_model_prefix, list(decoder_layers(model.module))
+    if mesh.context > 1:
+        check_heads(model.module.config, "context", mesh.context, mesh.tensor)
     if mesh.tensor > 1:
         if spec.lora is not None:
             raise ConfigError("roles.actor.lora: adapters are not trained with tensor > 1 for now; use shard.")
@@ -149,7 +151,7 @@ def drop_accumulated(scorer: nn.Module) -> None:
 
 
 def _device_mesh(ranks: Ranks) -> DeviceMesh:
-    """The ranks with this one's `tensor` coordinate, as FSDP sees them: replicas × shards, or shards alone."""
+    """The ranks with this one's `context` and `tensor` coordinates, as FSDP sees them: replicas × shards, or shards alone."""
     mesh, kind = ranks.mesh, accelerator.takes(dist.get_backend(ranks.group))
     mine = next(group for group in mesh.along("data", "shard") if mesh.rank in group)
     if mesh.data == 1:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from drumroll.batch import Batch, Path
+from drumroll.batch import Batch, Path, Tree
 from drumroll.config.optim import OptimConfig
 from drumroll.config.roles import ParallelConfig
 from drumroll.errors import Interrupted
@@ -33,7 +33,8 @@ from drumroll.learners.pieces import Piece, in_files, shapes_in_files
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.statistics import Statistics
 from drumroll.models.blocks import local_tensor
-from drumroll.models.experts import Routers
+from drumroll.models.context_parallel import ContextLayout
+from drumroll.models.experts import Routed, Routers
 from drumroll.models.export import export_model
 from drumroll.models.file_names import as_in_files
 from drumroll.models.loading import LoadedModel, load
@@ -148,18 +149,25 @@ class TorchBackend:
         if not micro.mask.any():
             if not self._together:
                 return None
-            one = torch.zeros(1, dtype=torch.int64, device=self.device)
-            return one, PrefixTree([Path(one.cpu())], self.device), one, one, settings.temperature, settings.entropy_gradient
-        tree = micro.tree()
-        before = accelerator.send(tree.node_of[micro.mask.nonzero()[:, 0] - 1], self.device)
-        tokens, chosen = (accelerator.send(x, self.device) for x in (tree.tokens, micro.tokens[micro.mask]))
-        layout = PrefixTree(tree.paths, self.device)
+            before = chosen = one = torch.zeros(1, dtype=torch.int64)
+            tree = Tree(one, one, [Path(one)])
+        else:
+            tree, chosen = micro.tree(), micro.tokens[micro.mask]
+            before = tree.node_of[micro.mask.nonzero()[:, 0] - 1]
+        if self.ranks.mesh.context == 1:
+            tokens, layout = tree.tokens, PrefixTree(tree.paths, self.device)
+        else:
+            layout = ContextLayout(len(tree.tokens), tree.paths, before, self.ranks.along["context"], self.device)
+            tokens, before, chosen = layout.own(tree.tokens, chosen)
+        tokens, before, chosen = (accelerator.send(x, self.device) for x in (tokens, before, chosen))
         return tokens, layout, before, chosen, settings.temperature, settings.entropy_gradient
 
     def _forward(self, inputs: tuple[Any, ...]) -> Numbers:
         """The head's numbers at the trained tokens of a micro-batch."""
+        layout = inputs[1]
         with self.ranks.computing():
-            return self.scorer(*inputs)
+            numbers = self.scorer(*inputs)
+            return layout.joined(numbers) if isinstance(layout, ContextLayout) else numbers
 
     def without_adapters(self) -> AbstractContextManager[None]:
         return without_adapters(self._model.module)
@@ -184,8 +192,10 @@ class TorchBackend:
         with agreed():
             self._check_stop()
             self._collect_gradients()
+        gradients = [master.grad for master in self.master if master.grad is not None]
+        self.ranks.add(gradients, "context")
         if self.ranks.mesh.shard == 1:
-            self.ranks.add([master.grad for master in self.master if master.grad is not None])
+            self.ranks.add(gradients)
         if self.divided is not None:
             pairs = zip(self.names, self.master, strict=True)
             partial_ = [m.grad for n, m in pairs if m.grad is not None and self.divided.division.is_partial(n)]
@@ -195,12 +205,21 @@ class TorchBackend:
     def _add_loss(self, inputs: tuple[Any, ...], micro: Batch, loss: LossFunction, statistics: Statistics) -> Tensor:
         with self._routers.noting():
             numbers = self._forward(inputs)
-        routed = self._routers.take(inputs[2])
+        routed = self._routed(inputs)
         if not micro.mask.any():
             return torch.stack([number.sum() for number in numbers]).sum() * 0.0
         total, diagnostics = loss(numbers, micro)
         statistics.add(total.detach(), int(micro.mask.sum()), diagnostics, routed)
         return total
+
+    def _routed(self, inputs: tuple[Any, ...]) -> Routed | None:
+        """What the routers chose for the trained tokens; ranks along `context` tell each other theirs."""
+        routed, layout = self._routers.take(inputs[2]), inputs[1]
+        if routed is None or not isinstance(layout, ContextLayout):
+            return routed
+        with self.ranks.computing():
+            (entropy,) = layout.joined([routed.entropy])
+            return Routed(entropy, {layer: layout.total(counts) for layer, counts in routed.visits.items()})
 
     def _sum_gradients(self, last: bool) -> None:
         """Whether the coming backward pass sums gradients over ranks, where ranks divide the rows of parameters."""
