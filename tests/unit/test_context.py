@@ -194,7 +194,7 @@ PLACES = {
 def fail(number, port, model, where, harm=faults.fail, seconds=faults.PATIENCE):
     """Fail on rank 0, then work on: how all calls ended, and the weights at the end."""
     faults.LAYOUTS[CONTEXT] = {"context": 2}  # of this process
-    learner = faults.open_learner(faults.join(number, port, CONTEXT, seconds), model)
+    learner = faults.open_learner(faults.join(number, port, CONTEXT, seconds), CONTEXT, model)
     ends = []
     with pytest.MonkeyPatch.context() as patch:
         if number == 0 and where in PLACES:

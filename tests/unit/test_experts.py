@@ -258,8 +258,8 @@ CHANGES = [
 @pytest.mark.parametrize(("before", "after", "family", "role"), CHANGES)
 def test_a_checkpoint_goes_on_under_another_layout(matrix, before, after, family, role, tmp_path):
     works, model = matrix.works(family, role) * 2, matrix.model(family)
-    (step, _), *_ = told = matrix.run(LAYOUTS[before], begin, model, role, works, tmp_path)
-    again = matrix.run(after, resume, model, role, works, tmp_path)
+    (step, _), *_ = told = matrix.run(LAYOUTS[before], begin, model, role, works, tmp_path, {})
+    again = matrix.run(after, resume, model, role, works, tmp_path, {})
     assert again[0][0] == step == 2
     losses = [
         [merge([ranks[rank][1][i] for rank in mesh.leaders()]) for i in (0, 1)]
