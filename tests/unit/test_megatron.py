@@ -362,6 +362,19 @@ def test_opening_without_cuda_is_refused(matrix):
     assert said == "backend: megatron needs CUDA, which torch does not find here; use backend: torch."
 
 
+def without_megatron(rank, folder):
+    """What is said where the library is not installed."""
+    sys.modules.update(dict.fromkeys(["megatron", "megatron.core"]))
+    return opened(rank, folder, True, None, False)
+
+
+def test_a_missing_library_is_one_sentence_with_its_command(matrix):
+    with RankPool(1) as pool:
+        pool.run(meet, {}, 0)
+        (said,) = pool.run(without_megatron, matrix.model("Llama"))
+    assert said == "backend: megatron needs an optional part that is not installed: pip install 'drumroll[megatron]'"
+
+
 @pytest.mark.parametrize(
     ("family", "change", "said"),
     [

@@ -47,10 +47,14 @@ def open_backend(spec: LearnerSpec) -> MegatronBackend:
         if (error.name or "").split(".")[0] != "megatron":
             raise
         raise MissingExtra("backend: megatron", "megatron") from error
+    device = accelerator.pick(spec.device)
+    accelerator.select(device)
     try:
-        torch.cuda.current_device()
+        here = torch.device(torch.cuda.current_device()).type
     except (RuntimeError, AssertionError) as error:
         raise ConfigError("backend: megatron needs CUDA, which torch does not find here; use backend: torch.") from error
+    if here != device.type:
+        raise ConfigError(f"devices: backend: megatron computes on {here}, not on {device.type}; use backend: torch.")
     source_model, source = load_empty(spec.name, dtype=spec.dtype, seed=spec.seed)
     config = source_model.module.config
     check_config(config)
@@ -252,7 +256,7 @@ class MegatronBackend:
     def clip(self, limit: float) -> float:
         assert self.optimizer is not None, "a frozen role has no gradient"
         with self.ranks.failing_together():
-            squares = torch.tensor([self.optimizer.squares()], dtype=torch.float64, device=self.device)
+            squares = self.optimizer.squares(self.device)
             norm = (self.ranks.total(squares) if self.ranks.met else squares).sqrt().item()
         self.optimizer.scale(min(1.0, limit / (norm + 1e-6)))
         return norm

@@ -96,9 +96,10 @@ class Optimizer:
 
     # --- gradients ---
 
-    def squares(self) -> float:
+    def squares(self, device: torch.device) -> Tensor:
         """The sum of the squared gradient over this rank's runs, those that other ranks also hold counted once."""
-        return sum(float(run.gradient.norm()) ** 2 for run in self.runs if run.first)
+        norms = [run.gradient.norm() for run in self.runs if run.first]
+        return torch.stack([torch.zeros((), device=device), *norms]).double().square().sum()
 
     def scale(self, factor: float) -> None:
         """Scale the gradient."""
