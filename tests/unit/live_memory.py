@@ -36,7 +36,7 @@ class LiveMemory(TorchDispatchMode):
     @property
     def live(self) -> int:
         """Bytes that are alive now."""
-        found = (ref() for ref in list(self._storages.values()))
+        found = [ref() for ref in list(self._storages.values())]  # storages may go while others are counted
         return sum(storage.nbytes() for storage in found if storage is not None)
 
     @override

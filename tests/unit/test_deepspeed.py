@@ -456,6 +456,22 @@ def test_a_rank_that_fails_in_a_checkpoint_tells_and_stays(where, matrix, both_r
     assert set(others) == set(mine[:-2]) | {faults.FINE} == {faults.FINE}
 
 
+def open_badly(number, port, layout, folder):
+    """Rank 0 cannot read the model."""
+    ranks = faults.join(number, port, layout, faults.PATIENCE)
+    with pytest.MonkeyPatch.context() as patch:
+        if number == 0:
+            patch.setattr("drumroll.learners.backends.deepspeed.fill_block", faults.fail)
+        return faults.attempt(faults.open_learner, ranks, layout, folder)
+
+
+@pytest.mark.parametrize("layout", quick("ZeRO-3", "ZeRO-2"))
+def test_a_rank_that_cannot_open_its_model_leaves_its_peer_at_once(layout, matrix, both_ranks):
+    mine, others = both_ranks(open_badly, layout, matrix.model("Qwen3"))
+    assert mine == (MemoryError, "planted")
+    assert others[0] is PeerFailed
+
+
 def load_whole_weights(number, port, folder, checkpoint, where):
     """Rank 0 fails to load under ZeRO-2, where ranks give each other their parts of the weights: how the call and the next end."""
     learner = faults.open_learner(faults.join(number, port, "ZeRO-2", faults.PATIENCE), "ZeRO-2", folder)

@@ -36,6 +36,7 @@ from drumroll.learners.statistics import Statistics
 from drumroll.models.blocks import BlockSource, materialise, replace_parameters
 from drumroll.models.experts import Routers
 from drumroll.models.export import export_model
+from drumroll.models.head import LogProbModel
 from drumroll.models.loading import DTYPES, LoadedModel, load_empty
 from drumroll.models.lora import add_adapters
 from drumroll.processes import accelerator
@@ -49,12 +50,12 @@ def open_backend(spec: LearnerSpec) -> DeepSpeedBackend:
     device = accelerator.pick(spec.device)
     if spec.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"roles.actor.dtype: DeepSpeed computes in float32 or bfloat16, not in {spec.dtype}.")
-    with _environment(device):
+    with spec.ranks.failing_together(), _environment(device):
         deepspeed = _import(device)
         empty, source = load_empty(
             spec.name, dtype=spec.dtype, seed=spec.seed, recompute_activations=spec.recompute_activations
         )
-        prefix, head = empty.module.base_model_prefix, empty.module.get_output_embeddings()
+        prefix = empty.module.base_model_prefix
         model, scorer = _attached(empty, spec)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.module.named_parameters()}
         settings = _settings(spec, device, sum(math.prod(shape) for shape in shapes.values()))
@@ -68,8 +69,8 @@ def open_backend(spec: LearnerSpec) -> DeepSpeedBackend:
         engine, *_ = deepspeed.initialize(model=scorer, optimizer=optimizer, config=settings)
         if spec.parallel.zero == 2:
             return DeepSpeedBackend(model, engine, shapes, spec.ranks, Zero2(engine.optimizer))
-        for parameter in head.parameters() if head in set(scorer.modules()) else ():
-            deepspeed.zero.register_external_parameter(scorer, parameter)  # ranks call the head unequally often: gather it once
+        for parameter in _of_head(scorer):
+            deepspeed.zero.register_external_parameter(scorer, parameter)
         return DeepSpeedBackend(model, engine, shapes, spec.ranks, Zero3(engine.optimizer))
 
 
@@ -85,6 +86,14 @@ def _attached(model: LoadedModel, spec: LearnerSpec) -> tuple[LoadedModel, nn.Mo
     other = [parameter for parameter in scorer.parameters() if parameter.dtype != dtype]
     replace_parameters(scorer, {p: nn.Parameter(p.detach().to(dtype), p.requires_grad) for p in other})
     return model, scorer
+
+
+def _of_head(scorer: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that are gathered once for a whole pass: ranks call a head as often as their tokens fill chunks."""
+    if isinstance(scorer, LogProbModel):
+        for name, part in scorer.language_model.named_children():
+            if name != scorer.language_model.base_model_prefix:
+                yield from part.parameters()
 
 
 def _fill(model: LoadedModel, shapes: Shapes, source: BlockSource, prefix: str, spec: LearnerSpec) -> None:
@@ -118,8 +127,7 @@ def _adamw(module: nn.Module, shapes: Shapes, spec: LearnerSpec) -> torch.optim.
 
 def _settings(spec: LearnerSpec, device: torch.device, size: int) -> dict[str, Any]:
     """DeepSpeed's configuration for a model of this many parameters. Gradients add up and are reduced in float32."""
-    host = {"device": "cpu", "pin_memory": device.type != "cpu"}
-    offload = spec.parallel.offload if spec.optim is not None else {"all": "all"}.get(spec.parallel.offload, "none")
+    host, offload = {"device": "cpu", "pin_memory": device.type != "cpu"}, spec.parallel.offload
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
