@@ -17,7 +17,7 @@ from drumroll.mesh import Mesh
 from drumroll.models.shape import find_shape, shape_of
 from drumroll.placement.backend_memory import REDUCED, DeepSpeedLearner, MegatronLearner
 from drumroll.placement.layout import arrange, pool_of
-from drumroll.placement.memory import Learner, Training, Work, predicted_peak
+from drumroll.placement.memory import JOINED, Learner, Training, Work, predicted_peak
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SEVEN, MIXTURE = find_shape("Qwen/Qwen2.5-7B"), find_shape("Qwen/Qwen3-30B-A3B")
@@ -136,7 +136,7 @@ def test_more_devices_along_any_axis_never_need_more(data, tensor, pipeline, rec
         assert worst(replace(mesh, pipeline=2 * pipeline)) < worst(mesh) or shape.layers % (2 * pipeline)
     if shape.experts and data % 2 == 0:  # without `expert`, `tensor` divides experts
         assert worst(replace(mesh, expert=2 * tensor)) < worst(mesh)
-    context = [predicted_peak(shape, Training("bfloat16", Mesh(context=size), **how), work) for size in (1, 2, 4)]
+    context = [predicted_peak(shape, Training("bfloat16", Mesh(data=2, context=size), **how), work) for size in (1, 2, 4)]
     assert context == sorted(context, reverse=True)
 
 
@@ -149,9 +149,10 @@ def zero(stage, offload="none", shard=4, **how):
 
 def test_bytes_per_parameter_of_zero():
     count, bucket = SEVEN.parameters, 4 * REDUCED
-    assert REDUCED == BUCKET
+    assert REDUCED == JOINED == BUCKET
     assert state(zero(3)) == pytest.approx(18 / 4 * count + bucket)
-    assert state(zero(2)) == pytest.approx((2 + 16 / 4) * count + bucket)
+    assert state(zero(2)) + zero(2).summed() == pytest.approx((2 + 16 / 4) * count + bucket)
+    assert zero(3).summed() == 0, "its sum stays"
     assert zero(3).staying() == {name: zero(3).resident()[name] for name in ("weights", "gradients")}
     assert state(zero(3, "optimizer")) == pytest.approx(2 / 4 * count + bucket)
     assert state(zero(3, "all")) == bucket
@@ -240,7 +241,7 @@ def test_deepspeed_goes_from_zero_2_to_offload():
     assert tight(48) == "roles.actor.parallel: {shard: 8}"
     assert tight(32) == "roles.actor.parallel: {shard: 8, offload: optimizer}"
     (group,) = plan(zero_recipe(**{"roles.rollout.options.gpu_memory_utilization": 0.5})).groups
-    assert list(group.stages["generation"]["actor"]) == ["weights", "gradients"], "they stay while engines generate"
+    assert list(group.stages["generation"]["actor"]) == ["weights"], "they stay while engines generate"
     moved = zero_recipe(**{"roles.actor.parallel": "{shard: 8, offload: all}"})
     (host,) = [line for line in memory_lines(plan(moved)) if line.startswith("host memory")]
     assert host == "host memory of actor for each of them: master 3.8 + moments 7.6 + gradients 3.8 + weights 1.9 = 17.1 GB"

@@ -93,10 +93,16 @@ class DeepSpeedLearner(Learner):
     @override
     def resident(self) -> Rows:
         rows = {"weights": self._weights()} if self.how.offload != "all" else {}
-        if self.trained:
-            rows |= self._state() if self.how.offload == "none" else {}
-            rows["gradients"] = rows.get("gradients", 0) + FLOAT32 * min(REDUCED, self.trained)
+        rows |= self._state() if self.how.offload == "none" else {}
+        if self.trained and self.how.zero == 3:
+            rows["gradients"] = rows.get("gradients", 0) + self._bucket()
         return rows
+
+    @override
+    def summed(self) -> int:
+        """ZeRO-2 allocates sum and bucket in every update; those of ZeRO-3 stay."""
+        on_device = FLOAT32 * self.trained // self.shards if self.how.offload == "none" else 0
+        return on_device + self._bucket() if self.how.zero == 2 else 0
 
     @override
     def staying(self) -> Rows:
@@ -104,17 +110,21 @@ class DeepSpeedLearner(Learner):
 
     @override
     def host(self) -> Rows:
-        rows = self._state() if self.trained and self.how.offload != "none" else {}
+        rows = self._state() if self.how.offload != "none" else {}
         return rows | ({"weights": self._weights()} if self.how.offload == "all" else {})
 
     def _weights(self) -> int:
         return self.width * self.own // (self.shards if self.how.zero == 3 else 1)
 
+    def _bucket(self) -> int:
+        return FLOAT32 * min(REDUCED, self.trained)
+
     def _state(self) -> Rows:
-        """Masters, moments and the float32 sum of gradients; float32 weights on the device are the master."""
-        shared = self.width == FLOAT32 and self.how.offload == "none"
-        each = {"master": 0 if shared else FLOAT32, "moments": MOMENTS, "gradients": FLOAT32}
-        return {name: size * self.trained // self.shards for name, size in each.items() if size}
+        """Masters, moments and ZeRO-3's float32 sum of gradients; float32 weights that ZeRO-3 has on the device are the master."""
+        shared = self.width == FLOAT32 and self.how.zero == 3 and self.how.offload == "none"
+        summed = self.how.zero == 3 or self.how.offload != "none"
+        each = {"master": 0 if shared else FLOAT32, "moments": MOMENTS, "gradients": FLOAT32 if summed else 0}
+        return {name: size * self.trained // self.shards for name, size in each.items() if size * self.trained}
 
     @override
     def gathered(self, layers: int) -> int:
@@ -122,14 +132,16 @@ class DeepSpeedLearner(Learner):
 
     @override
     def training(self, work: Work) -> dict[str, Rows]:
+        """The moments of an update; in some of them a bucket is full and on its way to the sum."""
         moments = super().training(work)
         if self.trains_weights:
-            moments["head, backward"]["gradients"] += FLOAT32 * self.vocabulary  # on its way to the sum
+            filled = {"head, backward": 0, "last layer, backward": 1, "second last layer, backward": 2}
+            full = [moment for moment, layers in filled.items() if self.vocabulary + layers * self.layer >= REDUCED]
+            for moment in (*full, "first layer, backward"):
+                moments[moment]["gradients"] += self._on_its_way(
+                    self.vocabulary if moment == "head, backward" else self.shape.matrix
+                )
         return moments
-
-    @override
-    def summed(self) -> int:
-        return 0  # it stays
 
     @override
     def _waiting(self, several: bool) -> int:
@@ -137,14 +149,19 @@ class DeepSpeedLearner(Learner):
 
     @override
     def _added(self, several: bool) -> int:
-        """One tensor's gradient, and its float32 copy on the way to the sum."""
-        return (self.width + FLOAT32) * self.shape.matrix if self.trains_weights else 0
+        return self.width * self.shape.matrix if self.trains_weights else 0
 
     @override
     def _reduced(self, count: int, several: bool) -> int:
         return 0
 
+    def _on_its_way(self, count: int) -> int:
+        """Copies of a full bucket, or of a larger tensor, while it is reduced: one end to end, under ZeRO-3 one by ranks too."""
+        return (self.how.zero - 1) * FLOAT32 * max(count, min(REDUCED, self.trained))
+
     @override
     def _last(self, several: bool) -> int:
+        if not self.trains_weights:
+            return 0
         tensors = 3 if self.shape.tied and not self.how.values else 1
-        return (tensors * self.width + FLOAT32) * self.shape.embedding if self.trains_weights else 0
+        return tensors * self.width * self.shape.embedding + self._on_its_way(self.shape.embedding)

@@ -17,6 +17,8 @@ ROWS = 1024
 """Rows of logits at a time: `models.head.ROWS`, which a test compares."""
 BUCKET = 32 * 2**20
 """Bytes of a transfer bucket, unless one tensor is larger: `weights.BUCKET`, which a test compares."""
+JOINED = 2**24
+"""Gradients that ranks sum at once, at least one tensor: `learners.ranks.BUCKET`, which a test compares."""
 WIDTH = {"float32": 4, "bfloat16": 2, "float64": 8}
 FLOAT32 = 4
 MOMENTS = 8
@@ -193,6 +195,7 @@ class Learner:
             "second last layer, backward": (before + waiting + reduced, gathered[1], kept - last - each + layer, 0),
             "first layer, backward": (first + self._waiting(several=True) + tensor + reduced, gathered[1], layer, 0),
             "embedding, backward": (summed + self._last(work.several), self.gathered(0), self._states(work), 0),
+            "sum over ranks": (summed + self._joined(), 0, 0, 0),
         }
         names = ("gradients", "gathered", "activations", "logits")
         return {moment: dict(zip(names, sizes, strict=True)) for moment, sizes in moments.items()}
@@ -238,6 +241,13 @@ class Learner:
         tensors = 3 if self.shape.tied and not self.how.values else 1
         taken = 0 if several or self.width < FLOAT32 else 1
         return (tensors - taken) * self.width * self.shape.embedding // self.parts
+
+    def _joined(self) -> int:
+        """A bucket of gradients end to end, where ranks that hold the same weights sum them after the last micro-batch."""
+        mesh = self.how.mesh
+        if mesh.context == 1 and (mesh.data == 1 or self.shards > 1):
+            return 0
+        return self.float * min(self.trained, self.parts * JOINED + self.shape.largest) // (self.shards * self.parts)
 
     # --- activations ---
 
