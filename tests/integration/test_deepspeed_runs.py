@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import ray
+from quickstarts import TWO_RANKS, floors, learnt
 
 import drumroll
 from drumroll.errors import DrumrollError
@@ -71,3 +72,9 @@ def test_a_run_whose_rank_is_killed_resumes_where_it_was(small, untimed, killer,
         drumroll.train(changed, progress=killer(strike))
     resumed = drumroll.train(resume=f"{changed['output']}/killed")
     assert untimed(resumed) == untimed(whole)
+
+
+@pytest.mark.slow
+def test_deepspeed_learns_as_one_rank_does(tmp_path):
+    found = learnt(tmp_path, *TWO_RANKS, "roles.actor.backend=deepspeed", "roles.actor.parallel.shard=2")
+    assert all(found[name] >= floor > 0.8 for name, floor in floors().items()), (found, floors())

@@ -3,10 +3,10 @@
 import asyncio
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import ray
+from quickstarts import TWO_RANKS, floors, learnt
 
 import drumroll
 from drumroll.config import check
@@ -113,32 +113,11 @@ def test_a_divided_actor_whose_rank_is_killed_ends_the_run_in_one_sentence(small
         drumroll.train(small(cluster=TWO, **(divided(LAYOUTS[layout]) | {"steps": 200})), progress=killer(strike))
 
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart" / "recipe.yaml"
-SPREAD = 0.03
-"""How far below the worst of five seeds of one rank a divided run may end."""
-
-
-def learnt(folder, *overrides):
-    """The held-out accuracies at the end of the quickstart."""
-    run = drumroll.train(
-        QUICKSTART, overrides=["model=tiny-even", "threads=1", f"output={folder}", "eval.every=100", *overrides]
-    )
-    return {name: run.metrics[-1][f"eval/{name}"] for name in ("sums", "reversal")}
-
-
-@pytest.fixture(scope="module")
-def floors(tmp_path_factory):
-    """The lowest accuracies of five seeds of one rank, less the spread."""
-    seeds = [learnt(tmp_path_factory.mktemp("alone"), f"seed={seed}") for seed in range(5)]
-    return {name: min(each[name] for each in seeds) - SPREAD for name in seeds[0]}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_divided_run_learns_as_one_rank_does(tmp_path, floors, layout):
-    cluster = [f"cluster.{key}={value}" for key, value in TWO.items()]
-    found = learnt(tmp_path, *cluster, *(f"roles.actor.parallel.{axis}={size}" for axis, size in LAYOUTS[layout].items()))
-    assert all(found[name] >= floor > 0.8 for name, floor in floors.items()), (found, floors)
+def test_a_divided_run_learns_as_one_rank_does(tmp_path, layout):
+    found = learnt(tmp_path, *TWO_RANKS, *(f"roles.actor.parallel.{axis}={size}" for axis, size in LAYOUTS[layout].items()))
+    assert all(found[name] >= floor > 0.8 for name, floor in floors().items()), (found, floors())
 
 
 MORTAL = """

@@ -3,6 +3,7 @@
 import megatron_on_cpu
 import pytest
 import ray
+from quickstarts import TWO_RANKS, floors, learnt
 
 import drumroll
 from drumroll.models.loading import load
@@ -55,3 +56,11 @@ def test_megatron_draws_and_trains_as_one_rank(small, untimed, layout):
     assert [m["step"] for m in resumed.metrics] == [0, 1, 2, 3]
     assert untimed(resumed).startswith(untimed(run)[:-1])
     assert resumed.metrics[3]["train/mismatch"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_megatron_learns_as_one_rank_does(tmp_path, layout):
+    axes = (f"roles.actor.parallel.{axis}={size}" for axis, size in LAYOUTS[layout].items())
+    found = learnt(tmp_path, *TWO_RANKS, "roles.actor.backend=megatron", *axes)
+    assert all(found[name] >= floor > 0.8 for name, floor in floors().items()), (found, floors())
