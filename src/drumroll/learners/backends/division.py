@@ -154,7 +154,7 @@ def _device_mesh(ranks: Ranks) -> DeviceMesh:
 
 
 def _fill(module: nn.Module, files: Files, source: BlockSource, division: Division, model: str) -> None:
-    """Read this rank's block of every parameter, rounded to the type of the working weights."""
+    """Read this rank's block of every parameter, rounded to the type of the working weights, and the buffers that files hold."""
     for name, parameter in module.named_parameters():
         for block in in_files(division.piece(name, local_tensor(parameter)), files):
             own = division.source_name(block.name)
@@ -169,6 +169,13 @@ def _fill(module: nn.Module, files: Files, source: BlockSource, division: Divisi
                     f"model: the files of {model} hold no tensor {own}; load it with transformers, and save it anew."
                 )
             block.tensor.copy_(found)
+    saved = module.state_dict().keys()
+    for name, buffer in module.named_buffers():
+        own = division.source_name(name)
+        if name in saved and own in source:
+            buffer.copy_(source.block(own, buffer.shape, (0,) * buffer.dim(), buffer.shape))
+        elif name in saved and files:
+            raise ModelError(f"model: the files of {model} name the buffer {own} otherwise; use data in place of shard.")
 
 
 def _ends(block: Piece) -> tuple[int, ...]:
