@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_batch import random_groups
 from test_engine import requests, run
 from test_layout_change import begin, resume
@@ -66,6 +66,11 @@ MIXTURES = {
     "Qwen3-MoE": hf.Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=40, norm_topk_prob=True),
     "Mixtral": hf.MixtralConfig(**SIZES, num_local_experts=8),
 }
+DEEPSEEK = hf.DeepseekV3Config(
+    **{**SIZES, "num_key_value_heads": 4, "head_dim": 8},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+    **{"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
+)
 UNEVEN = {
     "6 experts": hf.Qwen3MoeConfig(**SIZES, num_experts=6, moe_intermediate_size=40),
     "3 experts": hf.MixtralConfig(**SIZES, num_local_experts=3),
@@ -92,7 +97,7 @@ def test_a_shape_counts_experts(family, width):
 
 # --- training ---
 
-FAMILIES = MIXTURES | UNEVEN
+FAMILIES = MIXTURES | UNEVEN | {"DeepSeek-V3": DEEPSEEK}
 ONE = {}
 QUICK = [("shard 2", "Qwen3-MoE", "actor"), ("data 2 × shard 2", "Mixtral", "critic")]
 
@@ -149,6 +154,21 @@ def test_ranks_need_not_divide_the_experts(matrix, family):
     assert torch.equal(whole([part["before"] for part in parts]), start)
     change = distance(whole([part["after"] for part in parts]) - start, end - start)
     assert change < LIMITS["float32"].change
+
+
+@pytest.mark.slow
+def test_ranks_read_buffers_too(matrix):
+    """DeepSeek-V3 adds a bias to its routers' choices, which is no parameter."""
+    file = Path(matrix.model("DeepSeek-V3")) / "model.safetensors"
+    tensors, biases = load_file(file), 0
+    for name, tensor in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(torch.linspace(0, 0.5, len(tensor)))
+            biases += 1
+    save_file(tensors, file, {"format": "pt"})
+    found = matrix.compare("shard 2", "DeepSeek-V3", "actor", "float32")
+    assert found.within(LIMITS["float32"]), found
+    assert biases == 1
 
 
 def expert(name):

@@ -41,9 +41,9 @@ class Statistics:
         self.ahead.append((loss.detach(), {name: column.detach().float() for name, column in columns.items()}))
 
     def settle(self) -> None:
-        """Bring to the host what is still on the device: it waits twice, however much there is."""
+        """Bring to the host what is still on the device: it waits three times, however much there is."""
         found, self.ahead = self.ahead, []
-        self.visits = {layer: counts.cpu() for layer, counts in self.visits.items()}
+        self.visits = dict(zip(self.visits, _to_host(list(self.visits.values())), strict=True))
         if not found:
             return
         for loss in torch.stack([loss for loss, _ in found]).cpu().tolist():

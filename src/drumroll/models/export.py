@@ -46,8 +46,7 @@ def export_model(
 
     All ranks call it together, and the first one gives the folder. `weights` yields the trained tensors, whole, in the order
     of `shapes`, both as the model's files hold them; `whole` brings the parts of any other tensor together, whose shapes may be
-    given too. `dtype` is the type of the tensors, where it is not
-    that of the module's parameters.
+    given too. `dtype` is the type of the tensors, where it is not that of the module's parameters.
     """
     module, files = model.module, model.files or {}
     buffers = _buffers(module)
@@ -60,6 +59,8 @@ def export_model(
         dtypes = {name: dtype or parameter.dtype for name, parameter in module.named_parameters()}
         dtypes |= {block.name: dtypes[name] for name, blocks in files.items() if name in dtypes for block in blocks}
         layout = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
+    if model.files is not None:
+        buffers = dict(_original(module, buffers.items(), _converted(module, buffers)))
     layout |= {name: _outline(buffer) for name, buffer in buffers.items()}
     converted = model.files is None and _converted(module, layout)
     write = None if folder is None else _Writer(folder, dict(_original(module, layout.items(), converted)))

@@ -161,10 +161,17 @@ def _device_mesh(ranks: Ranks) -> DeviceMesh:
 
 
 def _fill(module: nn.Module, files: Files, source: BlockSource, division: Division, model: str) -> None:
-    """Read this rank's block of every parameter, rounded to the type of the working weights."""
+    """Read this rank's block of every parameter, rounded to the type of the working weights, and the buffers that files hold."""
     for name, parameter in module.named_parameters():
         for block in in_files(division.piece(name, local_tensor(parameter)), files):
             fill_block(block, division.source_name(block.name), source, module, division.dtype, model)
+    saved = module.state_dict().keys()
+    for name, buffer in module.named_buffers():
+        own = division.source_name(name)
+        if name in saved and own in source:
+            buffer.copy_(source.block(own, buffer.shape, (0,) * buffer.dim(), buffer.shape))
+        elif name in saved and files:
+            raise ModelError(f"model: the files of {model} name the buffer {own} otherwise; use data in place of shard.")
 
 
 def fill_block(block: Piece, own: str, source: BlockSource, module: nn.Module, dtype: torch.dtype, model: str) -> None:
