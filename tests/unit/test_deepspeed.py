@@ -431,7 +431,7 @@ def test_every_rank_that_fails_in_a_collective_leaves_its_peer_at_once(layout, w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["forward", "backward", "weights", "step", "frozen forward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "clip", "step", "weights", "frozen forward"])
 def test_a_rank_that_hangs_is_waited_for_until_the_collective_deadline(where, matrix):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = (store.port, "ZeRO-3", matrix.model("Qwen3"), where, faults.hang, faults.DEADLINE)
