@@ -79,6 +79,7 @@ class Inputs:
     layout: PrefixTree
     before: Tensor
     chosen: Tensor
+    trained: int  # how many of them count
 
 
 class MegatronBackend:
@@ -91,6 +92,7 @@ class MegatronBackend:
     def __init__(self, spec: LearnerSpec, source_model: LoadedModel, source: BlockSource, names: Names) -> None:
         from drumroll.learners.megatron import groups, model
         from drumroll.learners.megatron.optimizer import Optimizer
+        from drumroll.learners.megatron.routers import RouterNotes
 
         self.ranks, self.names, self.source_model = spec.ranks, names, source_model
         self.stop = threading.Event()
@@ -100,6 +102,7 @@ class MegatronBackend:
         rotary = source_model.module.base_model.rotary_emb
         self.stage: Any = model.build(spec, config, names, rotary.inv_freq)
         self.device = next(self.stage.parameters()).device
+        self._routers = RouterNotes(self.stage, config.num_hidden_layers, names.experts, spec.ranks)
         place = groups.place(config.num_hidden_layers, names.experts)
         self.blocks = {name: names.blocks(name, place) for name, _ in self.stage.named_parameters()}
         self._fill(source)
@@ -168,7 +171,9 @@ class MegatronBackend:
                 raise failures[0]
             self._check_stop()
             statistics.settle()
-        return self._told_by_last_stage(statistics)
+        statistics = self._told_by_last_stage(statistics)
+        self._routers.add_to(statistics)
+        return statistics
 
     def _begin(self, micro_batches: Sequence[Batch]) -> list[Inputs]:
         """Prepare all micro-batches, and vote."""
@@ -189,7 +194,7 @@ class MegatronBackend:
             tokens = torch.cat([tokens, tokens.new_zeros(more)])
         sent = (accelerator.send(x, self.device) for x in (tokens[None], before, chosen))
         tokens, before, chosen = sent
-        return Inputs(tokens, PrefixTree(paths, self.device), before, chosen)
+        return Inputs(tokens, PrefixTree(paths, self.device), before, chosen, int(micro.mask.sum()))
 
     def _score(self, states: Tensor, given: Inputs, settings: Settings) -> Numbers:
         return self.stage.score(states, given.before, given.chosen, settings)
@@ -200,7 +205,10 @@ class MegatronBackend:
 
         def step(iterator: Iterator[tuple[int, Inputs]], model: Any) -> tuple[Tensor, Any]:
             number, given = next(iterator)
-            states = model(given.tokens, given.layout.positions(), None, extra_block_kwargs={"attention_bias": given.layout})
+            with self._routers.noting(given.before[: given.trained]) if train else nullcontext():
+                states = model(
+                    given.tokens, given.layout.positions(), None, extra_block_kwargs={"attention_bias": given.layout}
+                )
             compute = partial(last, number, given)
             if not train:
                 return states, lambda found, **_: compute(found)
@@ -268,6 +276,7 @@ class MegatronBackend:
             self.drop_gradients()
 
     def drop_gradients(self) -> None:
+        self._routers.drop()
         if self.optimizer is not None:
             self.optimizer.drop_gradients()
 
