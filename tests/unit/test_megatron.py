@@ -18,13 +18,14 @@ from safetensors.torch import load_file
 from test_parallel import LIMITS, RANKS, SIZES, Matrix, ReplicasDifferError, copied, errors, meet, open_learner, pieces
 
 import drumroll
-from drumroll.config.learners import AXES
+from drumroll.config.learners import AXES, LEARNERS
 from drumroll.config.roles import ParallelConfig
 from drumroll.errors import ConfigError, DrumrollError, ModelError
 from drumroll.learners import Learner
 from drumroll.learners.backend import LearnerSpec
 from drumroll.learners.backends import find_backend
 from drumroll.learners.heads import LogProbHead
+from drumroll.learners.megatron.names import FAMILIES as MAPPED
 from drumroll.learners.megatron.names import Names, check_mesh
 from drumroll.learners.statistics import merge
 from drumroll.mesh import Mesh
@@ -429,3 +430,7 @@ def test_processes_with_the_environment_of_the_shim_have_it(matrix):
         [sys.executable, "-c", OPENED], env=os.environ | megatron_on_cpu.environment(), capture_output=True, text=True
     )
     assert done.stdout.strip().splitlines()[-1:] == ["MegatronBackend"], done.stderr
+
+
+def test_the_families_that_are_refused_before_the_start_are_those_without_a_map():
+    assert set(LEARNERS["megatron"].families) == set(MAPPED)
