@@ -1,9 +1,10 @@
 """Ranks that divide a model: their gradients, memory at rest and at load, the plan's errors, speed, and saving beside training.
 
-python benchmarks/parallel.py [PART ...] [--pairs 5] [--steps 7]    parts: gradients state load time prediction checkpoint
+python benchmarks/parallel.py [PART ...] [--pairs 5] [--steps 7]
+parts: gradients state backends activations load time prediction checkpoint
 
 Ranks are processes on this machine with one thread each, which speak through gloo. The model is SmolLM2-135M in float32,
-except for gradients: those are of the small models of `tests/unit/test_parallel.py`.
+except for gradients, other backends and activations: those are of the small models of the tests.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from step import OURS, prompts, recipe
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 
+import test_context  # noqa: E402
+import test_deepspeed  # noqa: E402
+import test_megatron  # noqa: E402
 import test_parallel  # noqa: E402
 from live_memory import LiveMemory, held, state_bytes  # noqa: E402
 from test_memory import batch, work_of  # noqa: E402
@@ -53,9 +57,9 @@ INTERVAL = 0.001
 
 
 @contextlib.contextmanager
-def ranks() -> Generator[Any]:
+def ranks(matrix: Any = test_parallel.Matrix) -> Generator[Any]:
     """Ranks of any layout, which live until the block ends."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(test_parallel.Matrix(Path(folder))) as made:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(matrix(Path(folder))) as made:
         yield made
 
 
@@ -108,9 +112,49 @@ def peak_of(rank: int, work: Update) -> int:
 def gradients(given: argparse.Namespace) -> None:
     """The first gradient of a real update against one process, relative L2 norm."""
     with ranks() as made:
-        for name, layout in (("data2", "data 2"), ("shard2", "shard 2"), ("tensor2", "tensor 2")):
-            found = made.compare(layout, "Llama", "actor", "float32")
-            figure(f"parallel/{name}/gradient_error", found.first, "relative", goal=1e-5, at_most=True, later=found.later)
+        for name, layout in (("data2", "data 2"), ("shard2", "shard 2"), ("tensor2", "tensor 2"), ("context2", "context 2")):
+            gradient(name, made.compare(layout, "Llama", "actor", "float32"))
+        gradient("zero3", test_deepspeed.compare(made, "ZeRO-3", "Llama", "actor"))
+    with ranks(test_megatron.MegatronMatrix) as made:
+        cases = (
+            ("tensor2", "tensor 2, sequence", "Llama"),
+            ("pipeline2", "pipeline 2", "Llama"),
+            ("expert2", "expert 2", "Qwen3-MoE"),
+        )
+        for name, layout, family in cases:
+            gradient(f"megatron_{name}", made.compare(layout, family, "actor"))
+
+
+def gradient(name: str, found: test_parallel.Errors) -> None:
+    """A strategy's figure."""
+    figure(f"parallel/{name}/gradient_error", found.first, "relative", goal=1e-5, at_most=True, later=found.later)
+
+
+def ratio(name: str, each: int, whole: int, goal: float) -> None:
+    """What one of two ranks holds over what one process does."""
+    figure(f"parallel/{name}", each / whole, "x", goal=goal, at_most=True, bytes={"one": whole, "each": each})
+
+
+def backends(given: argparse.Namespace) -> None:
+    """The state of one of two ranks of other backends over that of one process of plain PyTorch."""
+    with ranks() as made:
+        (whole,) = made.run({}, test_deepspeed.state, "tiny-random", "float32", {})
+        each = max(made.run(SHARD2, test_deepspeed.state, "tiny-random", "float32", {"zero": 3}))
+        ratio("zero3/state_memory_ratio", each, whole, 0.6)
+    with ranks(test_megatron.MegatronMatrix) as made:
+        for name, layout, family in (("pipeline2", "pipeline 2", "Qwen2"), ("expert2", "expert 2", "Mostly experts")):
+            work, folder = made.works(family, "actor")[0], made.model(family)
+            (whole,) = made.run({}, test_megatron.state, folder, work, "torch")
+            each = max(made.run(test_megatron.LAYOUTS[layout], test_megatron.state, folder, work, "megatron"))
+            ratio(f"megatron_{name}/state_memory_ratio", each, whole, 0.6)
+
+
+def activations(given: argparse.Namespace) -> None:
+    """The activations of one of two ranks along `context` over those of one process, at 8,192 tokens."""
+    with ranks() as made:
+        (whole,) = made.run({}, test_context.activations, "tiny-even-random", False)
+        each = max(made.run({"context": 2}, test_context.activations, "tiny-even-random", False))
+    ratio("context2/activation_memory_ratio", each, whole, 0.6)
 
 
 def state(given: argparse.Namespace) -> None:
@@ -121,9 +165,7 @@ def state(given: argparse.Namespace) -> None:
             made.run(layout, open_model, given.model, {})
             found.append(max(made.run(layout, state_of, work)))
     whole, each = found
-    figure(
-        "parallel/shard2/state_memory_ratio", each / whole, "x", goal=0.52, at_most=True, bytes={"one": whole, "shard2": each}
-    )
+    ratio("shard2/state_memory_ratio", each, whole, 0.52)
 
 
 def anonymous(pid: int) -> int:
@@ -155,7 +197,7 @@ def load_peak(layout: dict[str, int], model: str) -> int:
 def load(given: argparse.Namespace) -> None:
     """The peak at load of one of two ranks over that of one process."""
     whole, each = load_peak(ONE, given.model), load_peak(SHARD2, given.model)
-    figure("parallel/shard2/load_peak_ratio", each / whole, "x", goal=0.75, at_most=True, bytes={"one": whole, "shard2": each})
+    ratio("shard2/load_peak_ratio", each, whole, 0.75)
 
 
 def step_time(given: argparse.Namespace) -> None:
@@ -223,6 +265,8 @@ def checkpoint(given: argparse.Namespace) -> None:
 PARTS = {
     "gradients": gradients,
     "state": state,
+    "backends": backends,
+    "activations": activations,
     "load": load,
     "time": step_time,
     "prediction": prediction,
