@@ -118,7 +118,7 @@ def test_mixtures_train_as_one_process(matrix, layout, family, role, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["actor", "critic", "LoRA"])
 @pytest.mark.parametrize("family", MIXTURES)
-@pytest.mark.parametrize("layout", ["data 2", "shard 2", "shard 4", "data 2 × shard 2"])
+@pytest.mark.parametrize("layout", ["data 2", "shard 2", "shard 4", "data 2 × shard 2", "context 2"])
 def test_every_layout_trains_mixtures_as_one_process(matrix, layout, family, role):
     for dtype, limits in LIMITS.items():
         found = matrix.compare(layout, family, role, dtype)
