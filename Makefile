@@ -6,7 +6,7 @@ SEED   ?= 0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help quickstart test test-busy test-slow test-peers record-peers soak check format smollm2 tiny tiny-even multi-domain \
-	frozen-lake sokoban webshop multi-domain-smollm2 frozen-lake-smollm2 sokoban-smollm2 webshop-smollm2 bench bench-env \
+	frozen-lake sokoban webshop long-context multi-domain-smollm2 frozen-lake-smollm2 sokoban-smollm2 webshop-smollm2 bench bench-env \
 	peers vllm system clean
 .DEFAULT_GOAL := help
 
@@ -66,6 +66,11 @@ frozen-lake sokoban webshop: $(VENV)/installed-dev
 frozen-lake: ## a tiny model learns to cross frozen lakes: make the start model, then train
 sokoban: ## a tiny model learns to push boxes: make the start model, then train
 webshop: ## a tiny model learns to shop on a web site: make the start model, then train
+
+long-context: $(VENV)/installed-dev ## a tiny model learns look-ups in texts of 8,000 tokens, divided over two ranks
+	$(BIN)/python recipes/long-context/lookups.py runs/long-context-random
+	$(BIN)/drumroll train recipes/long-context/warm-start.yaml --overwrite
+	$(BIN)/drumroll train recipes/long-context/recipe.yaml --overwrite
 
 multi-domain-smollm2: smollm2 system ## five domains at once for SmolLM2: teach its judge, then train
 	$(BIN)/drumroll train recipes/multi-domain/judge-smollm2.yaml --overwrite

@@ -29,9 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="write what the peers answer to tests/recordings")
 
 
+RAY = ("test_ray", "test_cluster", "test_divided_runs", "test_big_cluster", "test_jobs", "test_long_context")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:  # clusters of Ray one after the other, also where tests run beside each other
-        if item.path.name in ("test_ray.py", "test_cluster.py", "test_divided_runs.py", "test_big_cluster.py", "test_jobs.py"):
+        if item.path.stem in RAY:
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 
