@@ -1,7 +1,7 @@
 """Opens a model that ranks compute together: tensor parallelism divides its layers, FSDP the rows of what is left.
 
-Every parameter of a rank is then a block of the whole tensor (`Piece`); ranks along `context` hold the same blocks. Blocks are read from files one by one, and whole
-tensors exist one at a time, where they are sent or exported.
+Every parameter of a rank is then a block of the whole tensor (`Piece`); ranks along `context` hold the same blocks. Blocks are
+read from files one by one, and whole tensors exist one at a time, where they are sent or exported.
 """
 
 from __future__ import annotations
