@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from drumroll.errors import StoreError
 from drumroll.processes.pool import KillablePool
 from drumroll.registry import search
 from drumroll.rewards import Scorer
+from drumroll.rewards.group_calls import GroupCalls
 from drumroll.runfiles.format import RESCORED
 from drumroll.runfiles.reader import RunReader
 from drumroll.runfiles.rollouts import read_samples, write_rows
-from drumroll.sample import ENVIRONMENT, Prompt, Sample, StopReason
+from drumroll.sample import ENVIRONMENT, Owner, Prompt, Sample, StopReason, Trace
 from drumroll.workers.runtime import open_workers
 
-AT_ONCE = 64
+AT_ONCE = 16
+"""The number of groups that are scored at a time."""
 
 
 async def rescore(run: RunReader, config: RunConfig) -> Table:
@@ -38,12 +41,12 @@ async def rescore(run: RunReader, config: RunConfig) -> Table:
     scorer = (
         open_scorer(config, workers, rollout)
         if workers is not None
-        else Scorer(config.rewards(), rollout.reward_timeout, pool, sandbox=config.sandbox)
+        else Scorer(config.rewards(), rollout.reward_timeout, pool, sandbox=config.sandbox, steps=config.steps)
     )
     counts: dict[str, dict[str, float]] = {}
     try:
         for file in files:
-            rows = [await row for row in _bounded(list(read_samples(file)), scorer)]
+            rows = await _rescored(list(read_samples(file)), scorer)
             for before, after in rows:
                 _count(
                     counts.setdefault(before["domain"], dict.fromkeys(("samples", "before", "after", "changed"), 0.0)),
@@ -58,27 +61,49 @@ async def rescore(run: RunReader, config: RunConfig) -> Table:
     return _table(run.path, counts)
 
 
-def _bounded(rows: list[dict[str, Any]], scorer: Scorer) -> list[asyncio.Task[tuple[dict[str, Any], dict[str, Any]]]]:
+async def _rescored(rows: list[dict[str, Any]], scorer: Scorer) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Score the rows of a file; return each as it was and as it is now."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, row in sorted(enumerate(rows), key=lambda pair: _place(pair[1])[1]):
+        groups.setdefault((row["prompt_id"], *_place(row)[0]), []).append(number)
     limit = asyncio.Semaphore(AT_ONCE)
 
-    async def one(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def one(number: int, index: int, group: GroupCalls) -> tuple[int, dict[str, Any]]:
+        return number, await _again(rows[number], index, scorer, group)
+
+    async def together(numbers: list[int]) -> list[tuple[int, dict[str, Any]]]:
         async with limit:
-            return row, await _again(row, scorer)
+            group = GroupCalls(range(len(numbers)))
+            return await asyncio.gather(*(one(number, index, group) for index, number in enumerate(numbers)))
 
-    return [asyncio.create_task(one(row)) for row in rows]
+    found = dict(pair for pairs in await asyncio.gather(*map(together, groups.values())) for pair in pairs)
+    return [(row, found[number]) for number, row in enumerate(rows)]
 
 
-async def _again(row: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
+def _place(row: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
+    """Return the group of a row, and its place in it: by index, the greedy sample last.
+
+    A sample that failed before its rewards was not scored with the others: it is a group of its own.
+    """
+    draw, _, rest = row["id"].partition(".")
+    index, _, attempt = rest.partition("~")
+    early = bool(row["failure"]) and not row["failure"].partition(" in ")[2].startswith("reward")
+    return (draw, attempt, row["id"] if early else ""), int(index) if index.isdigit() else math.inf
+
+
+async def _again(row: dict[str, Any], index: int, scorer: Scorer, group: GroupCalls) -> dict[str, Any]:
     content = row["prompt"]
     messages = tuple(json.loads(content)) if content.startswith("[{") else content
     prompt = Prompt(row["prompt_id"], row["domain"], messages, (), row["columns"])
     stop = StopReason(row["stop"]) if row["stop"] else None
     given = {name: value for name, value in row["rewards"].items() if name == ENVIRONMENT}  # episodes are not replayed
-    sample = Sample(prompt, 0, 0, completion=row["completion"], stop=stop, rewards=given)
-    await scorer.score(sample)
+    traces = [Trace(t["tokens"], [Owner(o) for o in t["owners"]], t["logprobs"], t["versions"]) for t in row["traces"]]
+    sample = Sample(prompt, 0, index, completion=row["completion"], stop=stop, rewards=given, traces=traces)
+    await scorer.score(sample, group)
+    group.leave(sample)
     failure = sample.failure
     told = {"failure": str(failure), "traceback": failure.traceback} if failure else {"failure": None, "traceback": None}
-    return {**row, "reward": sample.reward, "rewards": sample.rewards, **told}
+    return {**row, "reward": sample.reward, "rewards": sample.rewards, "extra": sample.extra, **told}
 
 
 def _count(total: dict[str, float], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
