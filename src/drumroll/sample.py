@@ -234,6 +234,13 @@ class Group:
         return [s.reward for s in self.samples if s.reward is not None]
 
 
+def parse_id(text: str) -> tuple[int, int, int]:
+    """Return draw, index and attempt of the sample that has this id."""
+    own, _, attempt = text.partition("~")
+    draw, _, index = own.partition(".")
+    return int(draw), GREEDY if index == "greedy" else int(index), int(attempt or 0)
+
+
 def episode_seed(run_seed: int, stream: str, draw: int) -> int:
     """Return the 63-bit seed of an episode: the same for all members of a group, so that they start equal."""
     digest = hashlib.sha256(f"episode/{run_seed}/{stream}/{draw}".encode()).digest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from drumroll.rewards.group_calls import GroupCalls
 from drumroll.runfiles.format import RESCORED
 from drumroll.runfiles.reader import RunReader
 from drumroll.runfiles.rollouts import read_samples, write_rows
-from drumroll.sample import ENVIRONMENT, Owner, Prompt, Sample, StopReason, Trace
+from drumroll.sample import ENVIRONMENT, Owner, Prompt, Sample, StopReason, Trace, parse_id
 from drumroll.workers.runtime import open_workers
 
 AT_ONCE = 16
@@ -63,44 +63,45 @@ async def rescore(run: RunReader, config: RunConfig) -> Table:
 
 async def _rescored(rows: list[dict[str, Any]], scorer: Scorer) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Score the rows of a file; return each as it was and as it is now."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for number, row in sorted(enumerate(rows), key=lambda pair: _place(pair[1])[1]):
-        groups.setdefault((row["prompt_id"], *_place(row)[0]), []).append(number)
+    samples = [_sample(row) for row in rows]
+    groups: dict[tuple[Any, ...], list[Sample]] = {}
+    seen: Counter[tuple[str, str]] = Counter()  # held-out sets may share prompts, and so ids
+    for row, sample in zip(rows, samples, strict=True):
+        seen[sample.prompt.id, sample.id] += 1
+        # a sample that failed before its rewards was not scored with the others
+        alone = row["failure"] and not row["failure"].partition(" in ")[2].startswith("reward")
+        key = (sample.prompt.id, sample.draw, sample.attempt, seen[sample.prompt.id, sample.id], alone and sample.index)
+        groups.setdefault(key, []).append(sample)
     limit = asyncio.Semaphore(AT_ONCE)
 
-    async def one(number: int, index: int, group: GroupCalls) -> tuple[int, dict[str, Any]]:
-        return number, await _again(rows[number], index, scorer, group)
-
-    async def together(numbers: list[int]) -> list[tuple[int, dict[str, Any]]]:
+    async def together(members: list[Sample]) -> None:
         async with limit:
-            group = GroupCalls(range(len(numbers)))
-            return await asyncio.gather(*(one(number, index, group) for index, number in enumerate(numbers)))
+            calls = GroupCalls(s.index for s in members)
+            await asyncio.gather(*(_score(sample, scorer, calls) for sample in members))
 
-    found = dict(pair for pairs in await asyncio.gather(*map(together, groups.values())) for pair in pairs)
-    return [(row, found[number]) for number, row in enumerate(rows)]
-
-
-def _place(row: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
-    """Return the group of a row, and its place in it: by index, the greedy sample last.
-
-    A sample that failed before its rewards was not scored with the others: it is a group of its own.
-    """
-    draw, _, rest = row["id"].partition(".")
-    index, _, attempt = rest.partition("~")
-    early = bool(row["failure"]) and not row["failure"].partition(" in ")[2].startswith("reward")
-    return (draw, attempt, row["id"] if early else ""), int(index) if index.isdigit() else math.inf
+    await asyncio.gather(*map(together, groups.values()))
+    return [(row, _after(row, sample)) for row, sample in zip(rows, samples, strict=True)]
 
 
-async def _again(row: dict[str, Any], index: int, scorer: Scorer, group: GroupCalls) -> dict[str, Any]:
+def _sample(row: Mapping[str, Any]) -> Sample:
+    """The sample that a row records, without its rewards; an episode keeps its environment's, since it is not replayed."""
     content = row["prompt"]
     messages = tuple(json.loads(content)) if content.startswith("[{") else content
     prompt = Prompt(row["prompt_id"], row["domain"], messages, (), row["columns"])
-    stop = StopReason(row["stop"]) if row["stop"] else None
-    given = {name: value for name, value in row["rewards"].items() if name == ENVIRONMENT}  # episodes are not replayed
-    traces = [Trace(t["tokens"], [Owner(o) for o in t["owners"]], t["logprobs"], t["versions"]) for t in row["traces"]]
-    sample = Sample(prompt, 0, index, completion=row["completion"], stop=stop, rewards=given, traces=traces)
-    await scorer.score(sample, group)
-    group.leave(sample)
+    draw, index, attempt = parse_id(row["id"])
+    sample = Sample(prompt, draw, index, attempt=attempt)
+    sample.completion, sample.stop = row["completion"], StopReason(row["stop"]) if row["stop"] else None
+    sample.rewards = {name: value for name, value in row["rewards"].items() if name == ENVIRONMENT}
+    sample.traces = [Trace(t["tokens"], [Owner(o) for o in t["owners"]], t["logprobs"], t["versions"]) for t in row["traces"]]
+    return sample
+
+
+async def _score(sample: Sample, scorer: Scorer, calls: GroupCalls) -> None:
+    await scorer.score(sample, calls)
+    calls.leave(sample)
+
+
+def _after(row: dict[str, Any], sample: Sample) -> dict[str, Any]:
     failure = sample.failure
     told = {"failure": str(failure), "traceback": failure.traceback} if failure else {"failure": None, "traceback": None}
     return {**row, "reward": sample.reward, "rewards": sample.rewards, "extra": sample.extra, **told}

@@ -397,7 +397,7 @@ class Scorer(Rewards):
     def _state(self, samples: Sequence[Sample]) -> SimpleNamespace:
         """TRL's `trainer_state`; the step is that of the weights that wrote the samples."""
         versions = [version for s in samples for trace in s.traces for version in trace.versions]
-        return SimpleNamespace(global_step=max(versions, default=0), max_steps=self.steps)
+        return SimpleNamespace(global_step=max([0, *versions]), max_steps=self.steps)
 
     def _late(self, failure: Failure, sample: Sample, trial: Trial) -> str:
         if trial.hopeless:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -209,5 +210,7 @@ def _outcome(signature: Signature, name: str, value: Any) -> Outcome | BadReward
 
 def _plain(value: Any) -> Any:
     """A number of numpy or torch as Python's; a number that JSON cannot hold as text."""
-    value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+    if hasattr(value, "item"):
+        with suppress(ValueError, RuntimeError):  # an array of several
+            value = value.item()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
