@@ -325,7 +325,7 @@ def test_wrong_signatures_are_one_sentence_with_the_fix(mine, code, group, sente
     ],
 )
 def test_wrong_results_are_the_samples_failure(mine, code, sentence):
-    failure = alone(f"{mine(f'def {code}')}:f").failure
+    failure = alone(f"{mine(f'async def {code}')}:f").failure
     assert sentence in str(failure)
     assert failure.boundary == "reward 'f'"
 
@@ -422,6 +422,8 @@ async def f(completions, **kwargs):
     values = [float("nan") if text in bad else float(text) + len(completions) for text in completions]
     bad.clear()
     return values
+async def own(completion):
+    return 1 / (float(completion) - 1)
 async def late(completions, **kwargs):
     import asyncio
     calls.append(list(completions))
@@ -430,14 +432,15 @@ async def late(completions, **kwargs):
 """
 
 
-def group_of(mine, function, engine, *, bad=(), take=1, **settings):
+def group_of(mine, function, engine, *, bad=(), take=1, then=(), **settings):
     """The last group that `take` returns, the calls of the reward, and the samples that failed."""
     name = mine(GROUPED)
     module = importlib.import_module(name)
     module.bad.update(bad)
 
     async def main():
-        scorer = Scorer({"*": [RewardConfig(use=f"{name}:{function}", group=True)]}, 5.0)
+        own = [RewardConfig(use=f"{name}:{use}", weight=0) for use in then]
+        scorer = Scorer({"*": [RewardConfig(use=f"{name}:{function}", group=True), *own]}, 5.0)
         rollouts = rollouts_of(scorer, RolloutConfig(prompts=1, samples=3, retries=1, **settings))
         rollouts._runner.decode = lambda tokens: str(tokens[0])
         rollouts.router.leave("engine")
@@ -481,6 +484,12 @@ def test_a_bad_value_fails_its_sample_alone_and_values_once_given_stay(mine, on_
     assert [str(s.failure) for s in found[2]] == [
         "BadReward in reward 'f': reward 'f' returned nan; it must return a finite number or None"
     ]
+
+
+def test_a_sample_that_fails_after_the_call_is_left_out_of_its_replacements_call(mine):
+    rewards, calls, failed = group_of(mine, "f", Words(), then=["own"], on_failure="replace")
+    assert (rewards, calls) == ([(0, 3.0), (2, 5.0), (3, 6.0)], [["0", "1", "2"], ["0", "2", "3"]])
+    assert [(s.index, s.failure.boundary) for s in failed] == [(1, "reward 'own'")]
 
 
 def test_a_late_group_is_called_again(mine):
