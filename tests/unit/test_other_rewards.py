@@ -343,8 +343,10 @@ def test_numbers_of_numpy_and_torch_are_numbers(mine):
 def test_a_column_that_a_function_names_must_be_there(mine, small, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
     data = {"train": {"mine": {"source": str(tmp_path / "rows.jsonl")}}}
-    for code, column in (("f(completions, solution, **k)", "solution"), ("f(solution_str, ground_truth)", "answer")):
-        with pytest.raises(DataError, match=f"lacks the column '{column}', which reward 'f' needs"):
+    wrong = {"completions, solution, **k": "'solution'", "solution_str, ground_truth": "'answer'", "response": "'response'"}
+    for arguments, column in wrong.items():
+        code, hint = f"f({arguments})", r" \(which takes no 'completion', the text of the model\)" if "resp" in column else ""
+        with pytest.raises(DataError, match=f"lacks the column {column}, which reward 'f'{hint} needs"):
             package.train(small(data=data, reward=f"{mine(f'def {code}: return 1')}:f"))
 
 

@@ -114,7 +114,10 @@ async def preflight(config: RunConfig, notify: Callable[[str], None] = lambda te
                     f"{domain}: no gold answer was found in the columns ({', '.join(GOLD)}), so its rewards could not be checked."
                 )
             elif not any(check.tells() for check in found if check.weight):
-                problems.append(f"{domain}: no reward scores right answers higher than wrong ones.")
+                if any(reward.group for reward in scorer.rewards(domain)):
+                    notices.append(f"{domain}: a reward compares the samples of a group, which single answers cannot check.")
+                else:
+                    problems.append(f"{domain}: no reward scores right answers higher than wrong ones.")
         starts = [await _start(config, player, domain, prompts[:GROUPS]) for domain, prompts in by_domain.items()]
         problems += [f"{s.domain}: a sample failed: {s.failure.told()}" for s in starts if s.failure is not None]
         notices += [notice for start in starts for notice in _advice(start)]

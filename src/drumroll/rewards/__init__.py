@@ -185,6 +185,11 @@ class Reward:
         needs = self.signature.needs
         return [needs.get(a, a) for a in self._required if a in needs or a not in self._given]
 
+    def describe(self) -> str:
+        """The reward's name; a function that looks at no sample probably calls the completion by another name."""
+        words = set(self.signature.words).intersection(self.arguments)
+        return f"reward '{self.name}'" + ("" if words else " (which takes no 'completion', the text of the model)")
+
     @property
     def logs(self) -> list[str]:
         """The functions for logging that it takes."""
@@ -212,17 +217,17 @@ class Reward:
         Built-ins and coroutines run here; the user's other functions run in a process that can be killed.
         """
         given, log = {"trainer_state": state} if self.signature is TRL else {}, Log(len(samples))
+        logs = {name: getattr(log, name) for name in self.logs}
         if self.is_coroutine:
             async with asyncio.timeout(None if self.keeps_time else seconds) as clock:
                 meter = Meter(clock, seconds)
                 models = {name: meter.unbilled(services.get(name)) for name in ("judge", "reward_model")}
-                given |= {**services, **models, "processes": Processes(pool, seconds, meter)}
-                given |= {name: getattr(log, name) for name in self.logs}
+                given |= {**services, **models, "processes": Processes(pool, seconds, meter), **logs}
                 value = await self.function(**self.inputs(samples, **given))
         elif self.path is None:
-            value = self.function(**self.inputs(samples))
-        elif self.logs:
-            call = {"arguments": self.inputs(samples, **given), "count": len(samples), "logs": self.logs}
+            value = self.function(**self.inputs(samples, **given, **logs))
+        elif logs:
+            call = {"arguments": self.inputs(samples, **given), "count": len(samples), "logs": list(logs)}
             value, log = await pool.call(f"{RECORDED}:{self.path}", call, seconds)
         else:
             value = await pool.call(self.path, self.inputs(samples, **given), seconds)
@@ -315,7 +320,7 @@ class Rewards:
 
     def required_columns(self, domain: str, *, played: bool = False) -> list[tuple[str, str]]:
         """Return (column, reward that needs it) for the rows of a domain."""
-        return [(column, f"reward '{r.name}'") for r in self.rewards(domain, played=played) for column in r.columns]
+        return [(column, r.describe()) for r in self.rewards(domain, played=played) for column in r.columns]
 
 
 class Scorer(Rewards):
