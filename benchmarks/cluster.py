@@ -41,7 +41,7 @@ class Instant:
 class InstantScorer:
     """A reward that costs nothing."""
 
-    async def score(self, sample: Sample) -> None:
+    async def score(self, sample: Sample, group: object = None) -> None:
         """Half of them pass."""
         sample.reward = float(sample.index % 2)
 

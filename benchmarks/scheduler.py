@@ -104,7 +104,7 @@ class Instant:
         await ready
         return Completion([1, 2], [-1.0, -1.0], [0, 0], StopReason.EOS)
 
-    async def score(self, sample: Sample) -> None:
+    async def score(self, sample: Sample, group: object = None) -> None:
         """At once."""
         sample.reward = float(sample.index % 2)
 

@@ -27,6 +27,7 @@ from drumroll.data.source import PromptSource
 from drumroll.engines import Completion, Request, Sampling
 from drumroll.engines.continuation import Continuation
 from drumroll.rewards import Scorer
+from drumroll.rewards.group_calls import GroupCalls
 from drumroll.sample import Fate, Group, Owner, Prompt, Sample, Trace, sample_seed
 from drumroll.stages import advantages, describe, infer, pack, publish, update
 from drumroll.workers.batch_builder import BatchBuilder
@@ -57,10 +58,11 @@ async def generate(config: RLConfig, workers: Workers, sample: Sample) -> None:
     sample.completion = decoder(workers)(completion.tokens)
 
 
-async def attempt(config: RLConfig, workers: Workers, scorer: Scorer, sample: Sample) -> None:
+async def attempt(config: RLConfig, workers: Workers, scorer: Scorer, sample: Sample, calls: GroupCalls) -> None:
     """Generate a sample and score it at once, while the others of its group are still being generated."""
     await generate(config, workers, sample)
-    await scorer.score(sample)
+    await scorer.score(sample, calls)  # only rewards with `group: true` wait for the others
+    calls.leave(sample)
     if sample.failure:
         sample.state = Fate.FAILED
 
@@ -68,8 +70,9 @@ async def attempt(config: RLConfig, workers: Workers, scorer: Scorer, sample: Sa
 async def rollout(config: RLConfig, workers: Workers, scorer: Scorer, prompts: list[tuple[int, Prompt]]) -> list[Group]:
     """Generate and score all groups of a step; a failed sample leaves its group, and a group needs two."""
     groups = [Group(p, draw, [Sample(p, draw, i) for i in range(config.rollout.samples)]) for draw, p in prompts]
+    calls = {group.draw: GroupCalls(range(config.rollout.samples)) for group in groups}
     samples = [sample for group in groups for sample in group.samples]
-    await asyncio.gather(*(attempt(config, workers, scorer, sample) for sample in samples))
+    await asyncio.gather(*(attempt(config, workers, scorer, sample, calls[sample.draw]) for sample in samples))
     for group in groups:
         group.samples = [sample for sample in group.samples if sample.state is not Fate.FAILED]
         workers.router.forget(group.draw)

@@ -51,7 +51,7 @@ def open_scorer(config: RunConfig, workers: Workers, rollout: RolloutConfig) -> 
     pool = workers.open_pool(rollout.reward_workers)
     asked = (workers.judge, workers.reward_model)
     seconds = rollout.reward_timeout
-    scorer = Scorer(config.rewards(), seconds, pool, *asked, config.sandbox, lambda text: workers.notify(text))
+    scorer = Scorer(config.rewards(), seconds, pool, *asked, config.sandbox, lambda text: workers.notify(text), config.steps)
     workers.closing.append(scorer.close)
     return scorer
 

@@ -192,6 +192,7 @@ class Sample:
     turns: list[Turn] = field(default_factory=list)
     notes: list[Failure] = field(default_factory=list)
     success: bool | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # values that rewards logged, by `reward/name`
 
     @property
     def id(self) -> str:
@@ -203,6 +204,10 @@ class Sample:
         """Return the oldest version of the weights that wrote any of its tokens."""
         versions = [v for trace in self.traces for v in trace.versions if v >= 0]
         return min(versions, default=None)
+
+    def policy_tokens(self) -> list[int]:
+        """Return the tokens that the model wrote, in all traces."""
+        return [token for trace in self.traces for token in trace.policy_tokens()]
 
     def policy_length(self) -> int:
         """Return the number of tokens that the model wrote."""
@@ -227,6 +232,13 @@ class Group:
     def rewards(self) -> list[float]:
         """The rewards of the samples that have one."""
         return [s.reward for s in self.samples if s.reward is not None]
+
+
+def parse_id(text: str) -> tuple[int, int, int]:
+    """Return draw, index and attempt of the sample that has this id."""
+    own, _, attempt = text.partition("~")
+    draw, _, index = own.partition(".")
+    return int(draw), GREEDY if index == "greedy" else int(index), int(attempt or 0)
 
 
 def episode_seed(run_seed: int, stream: str, draw: int) -> int:

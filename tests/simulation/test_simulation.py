@@ -30,6 +30,7 @@ def test_thousands_of_worlds_hold_every_invariant(request):
     assert ended["completed"] > 0.9 * count, ended
     met = sum((r.faults for r in reports), Counter())
     kinds = {"crash", "rest", "join", "leave", "network cut", "cut reply", "unreachable", "lost reply", "delayed reply"}
+    kinds |= {"group reward failure", "group reward hang", "bad value"}
     kinds |= {"duplicated reply", "reward failure", "reward hang", "environment hang", "environment crash", "controller killed"}
     assert kinds <= set(met), kinds - set(met)
     assert max(r.lives for r in reports) > 2
@@ -121,7 +122,23 @@ def broken_mixture(monkeypatch):
     monkeypatch.setattr(admission, "_round", crooked)
 
 
+def broken_group(monkeypatch):
+    """Calls a group's reward without waiting for all samples."""
+    from drumroll.rewards.group_calls import GroupCalls
+
+    monkeypatch.setattr(GroupCalls, "expect", lambda self, index: None)
+
+
+def broken_leave(monkeypatch):
+    """Waits for samples that have failed."""
+    from drumroll.rewards.group_calls import GroupCalls
+
+    monkeypatch.setattr(GroupCalls, "leave", lambda self, sample: None)
+
+
 PLANTED = [
+    broken_group,
+    broken_leave,
     broken_close,
     broken_release,
     broken_over_age,

@@ -19,11 +19,13 @@ from drumroll.engines import Completion, EngineLost
 from drumroll.engines.router import Router
 from drumroll.errors import RolloutError
 from drumroll.lifecycle import DrawEvent, Event, SampleFailed
+from drumroll.rewards.group_calls import GroupCalls
+from drumroll.rewards.signatures import BadReward, Outcome
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.rollout.simulation import SimEngine, SimScorer, SimSource, Workload
 from drumroll.rollout.virtual import run
 from drumroll.runfiles.ledger_queries import LedgerReader
-from drumroll.sample import Failure, Fate, Owner, Sample, State, Trace
+from drumroll.sample import GREEDY, Failure, Fate, Owner, Sample, State, Trace
 from drumroll.store.ledger import Ledger
 
 STEPS = 3
@@ -103,7 +105,10 @@ class FaultyScorer(SimScorer):
         super().__init__(work)
         self.world = world
 
-    async def score(self, sample: Sample) -> None:
+    async def score(self, sample: Sample, group: GroupCalls | None = None) -> None:
+        if self.world.grouped:
+            await self._in_group(sample, group)
+            return
         rng = self.world.rng
         kind = rng.random()
         if kind < self.world.reward_fails:
@@ -116,6 +121,39 @@ class FaultyScorer(SimScorer):
             sample.failure = failed("TimeoutError", "simulated")
             return
         await super().score(sample)
+
+    async def _in_group(self, sample: Sample, group: GroupCalls) -> None:
+        try:
+            sample.reward = (await group.score(0, sample, self._together)).value
+        except (ValueError, TimeoutError) as error:
+            sample.failure = failed(type(error).__name__, "simulated")
+
+    async def _together(self, samples: list[Sample]) -> list[Outcome | BadReward]:
+        """Score a group; fail, hang, or return a bad value for some. Nobody of the group may be on the way here."""
+        world, first = self.world, samples[0]
+        flight = world.rollouts._flights[first.draw]
+        assert flight.group.attempt == first.attempt
+        assert [s.index for s in samples if s is not flight.group.greedy] == sorted({s.index for s in samples} - {GREEDY})
+        on_the_way = {
+            s.id: s.state for s in flight.group.everyone() if s.state in (State.QUEUED, State.GENERATING, State.ACTING)
+        }
+        assert not on_the_way, f"{first.draw} was scored while {on_the_way} were on the way"
+        expected = [s.id for s in flight.group.everyone() if s.state in (State.SCORING, State.SCORED)]
+        assert [s.id for s in samples] == expected, f"scored {[s.id for s in samples]} of {expected}"
+        world.group_calls += 1
+        kind = world.rng.random()
+        await asyncio.sleep(self.work.reward_time)
+        if kind < world.reward_fails:
+            world.faults["group reward failure"] += 1
+            raise ValueError("simulated")
+        if kind < world.reward_fails + world.reward_hangs:
+            world.faults["group reward hang"] += 1
+            raise TimeoutError("simulated")
+        found: list[Outcome | BadReward] = [Outcome(self.work.reward(s.draw, s.index)) for s in samples]
+        if world.rng.random() < world.reward_fails:
+            world.faults["bad value"] += 1
+            found[world.rng.randrange(len(found))] = BadReward("simulated")
+        return found
 
 
 class FaultyEpisode:
@@ -207,6 +245,7 @@ class World:
         self.greedy = rng.random() < 0.3
         first = rng.choice([None, None, 0.5, 0.3, 0.85])
         self.shares = None if first is None else {"a": first, "b": 1 - first}
+        self.grouped, self.group_calls = random.Random(f"group/{seed}").random() < 0.3, 0
         self.folder = folder
         self.fates: dict[tuple[int, str], Fate] = {}
         self.begun: dict[tuple[int, int, int], Fate | None] = {}

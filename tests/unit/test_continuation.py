@@ -111,7 +111,7 @@ class Source:
 class Right:
     """Rewards everything."""
 
-    async def score(self, sample):
+    async def score(self, sample, group=None):
         sample.reward = 1.0
 
 

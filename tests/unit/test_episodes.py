@@ -185,7 +185,7 @@ class Rows:
 class Sum:
     """The environment's reward alone."""
 
-    async def score(self, sample):
+    async def score(self, sample, group=None):
         sample.reward = sample.rewards["environment"]
 
 

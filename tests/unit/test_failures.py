@@ -126,7 +126,7 @@ class Stubborn:
     def __init__(self, how):
         self.how = how
 
-    async def score(self, sample):
+    async def score(self, sample, group=None):
         try:
             if sample.draw > 1:
                 await asyncio.sleep(1000)
@@ -152,7 +152,7 @@ def test_a_sample_that_is_given_up_stays_so_whatever_its_reward_does(how):
 
 def test_a_task_that_is_cancelled_from_outside_ends_the_step():
     class Outside:
-        async def score(self, sample):
+        async def score(self, sample, group=None):
             asyncio.current_task().cancel()
             await asyncio.sleep(1)
 

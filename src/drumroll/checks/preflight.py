@@ -24,6 +24,7 @@ from drumroll.data.source import PromptSource
 from drumroll.engines import Sampling
 from drumroll.registry import search
 from drumroll.rewards import Rewards, Scorer
+from drumroll.rewards.group_calls import GroupCalls
 from drumroll.rollout.evaluation import Evaluator
 from drumroll.sample import Failure, Prompt, Sample, StopReason
 from drumroll.workers.runtime import open_workers
@@ -113,7 +114,10 @@ async def preflight(config: RunConfig, notify: Callable[[str], None] = lambda te
                     f"{domain}: no gold answer was found in the columns ({', '.join(GOLD)}), so its rewards could not be checked."
                 )
             elif not any(check.tells() for check in found if check.weight):
-                problems.append(f"{domain}: no reward scores right answers higher than wrong ones.")
+                if any(reward.group for reward in scorer.rewards(domain)):
+                    notices.append(f"{domain}: a reward compares the samples of a group, which single answers cannot check.")
+                else:
+                    problems.append(f"{domain}: no reward scores right answers higher than wrong ones.")
         starts = [await _start(config, player, domain, prompts[:GROUPS]) for domain, prompts in by_domain.items()]
         problems += [f"{s.domain}: a sample failed: {s.failure.told()}" for s in starts if s.failure is not None]
         notices += [notice for start in starts for notice in _advice(start)]
@@ -210,11 +214,14 @@ async def _start(config: RunConfig, player: Evaluator, domain: str, prompts: Seq
     own = config.rollout_section().of(domain)
     sampling = Sampling(own.temperature, own.max_tokens, tuple(own.stop))
 
+    calls = [GroupCalls(range(own.samples)) for _ in prompts]
+
     async def one(draw: int, prompt: Prompt, index: int) -> Sample:
         sample = Sample(prompt, draw, index)
         await player.attempt(sample, sampling, own.samples, domain, f"preflight/{domain}")
         if sample.failure is None:
-            await player.scorer.score(sample)
+            await player.scorer.score(sample, calls[draw])
+        calls[draw].leave(sample)
         return sample
 
     samples = await asyncio.gather(*(one(d, p, i) for d, p in enumerate(prompts) for i in range(own.samples)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from drumroll.errors import StoreError
 from drumroll.processes.pool import KillablePool
 from drumroll.registry import search
 from drumroll.rewards import Scorer
+from drumroll.rewards.group_calls import GroupCalls
 from drumroll.runfiles.format import RESCORED
 from drumroll.runfiles.reader import RunReader
 from drumroll.runfiles.rollouts import read_samples, write_rows
-from drumroll.sample import ENVIRONMENT, Prompt, Sample, StopReason
+from drumroll.sample import ENVIRONMENT, Owner, Prompt, Sample, StopReason, Trace, parse_id
 from drumroll.workers.runtime import open_workers
 
-AT_ONCE = 64
+AT_ONCE = 16
+"""The number of groups that are scored at a time."""
 
 
 async def rescore(run: RunReader, config: RunConfig) -> Table:
@@ -38,12 +41,12 @@ async def rescore(run: RunReader, config: RunConfig) -> Table:
     scorer = (
         open_scorer(config, workers, rollout)
         if workers is not None
-        else Scorer(config.rewards(), rollout.reward_timeout, pool, sandbox=config.sandbox)
+        else Scorer(config.rewards(), rollout.reward_timeout, pool, sandbox=config.sandbox, steps=config.steps)
     )
     counts: dict[str, dict[str, float]] = {}
     try:
         for file in files:
-            rows = [await row for row in _bounded(list(read_samples(file)), scorer)]
+            rows = await _rescored(list(read_samples(file)), scorer)
             for before, after in rows:
                 _count(
                     counts.setdefault(before["domain"], dict.fromkeys(("samples", "before", "after", "changed"), 0.0)),
@@ -58,27 +61,50 @@ async def rescore(run: RunReader, config: RunConfig) -> Table:
     return _table(run.path, counts)
 
 
-def _bounded(rows: list[dict[str, Any]], scorer: Scorer) -> list[asyncio.Task[tuple[dict[str, Any], dict[str, Any]]]]:
+async def _rescored(rows: list[dict[str, Any]], scorer: Scorer) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Score the rows of a file; return each as it was and as it is now."""
+    samples = [_sample(row) for row in rows]
+    groups: dict[tuple[Any, ...], list[Sample]] = {}
+    seen: Counter[tuple[str, str]] = Counter()  # held-out sets may share prompts, and so ids
+    for row, sample in zip(rows, samples, strict=True):
+        seen[sample.prompt.id, sample.id] += 1
+        # a sample that failed before its rewards was not scored with the others
+        alone = row["failure"] and not row["failure"].partition(" in ")[2].startswith("reward")
+        key = (sample.prompt.id, sample.draw, sample.attempt, seen[sample.prompt.id, sample.id], alone and sample.index)
+        groups.setdefault(key, []).append(sample)
     limit = asyncio.Semaphore(AT_ONCE)
 
-    async def one(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def together(members: list[Sample]) -> None:
         async with limit:
-            return row, await _again(row, scorer)
+            calls = GroupCalls(s.index for s in members)
+            await asyncio.gather(*(_score(sample, scorer, calls) for sample in members))
 
-    return [asyncio.create_task(one(row)) for row in rows]
+    await asyncio.gather(*map(together, groups.values()))
+    return [(row, _after(row, sample)) for row, sample in zip(rows, samples, strict=True)]
 
 
-async def _again(row: dict[str, Any], scorer: Scorer) -> dict[str, Any]:
+def _sample(row: Mapping[str, Any]) -> Sample:
+    """The sample that a row records, without its rewards; an episode keeps its environment's, since it is not replayed."""
     content = row["prompt"]
     messages = tuple(json.loads(content)) if content.startswith("[{") else content
     prompt = Prompt(row["prompt_id"], row["domain"], messages, (), row["columns"])
-    stop = StopReason(row["stop"]) if row["stop"] else None
-    given = {name: value for name, value in row["rewards"].items() if name == ENVIRONMENT}  # episodes are not replayed
-    sample = Sample(prompt, 0, 0, completion=row["completion"], stop=stop, rewards=given)
-    await scorer.score(sample)
+    draw, index, attempt = parse_id(row["id"])
+    sample = Sample(prompt, draw, index, attempt=attempt)
+    sample.completion, sample.stop = row["completion"], StopReason(row["stop"]) if row["stop"] else None
+    sample.rewards = {name: value for name, value in row["rewards"].items() if name == ENVIRONMENT}
+    sample.traces = [Trace(t["tokens"], [Owner(o) for o in t["owners"]], t["logprobs"], t["versions"]) for t in row["traces"]]
+    return sample
+
+
+async def _score(sample: Sample, scorer: Scorer, calls: GroupCalls) -> None:
+    await scorer.score(sample, calls)
+    calls.leave(sample)
+
+
+def _after(row: dict[str, Any], sample: Sample) -> dict[str, Any]:
     failure = sample.failure
     told = {"failure": str(failure), "traceback": failure.traceback} if failure else {"failure": None, "traceback": None}
-    return {**row, "reward": sample.reward, "rewards": sample.rewards, **told}
+    return {**row, "reward": sample.reward, "rewards": sample.rewards, "extra": sample.extra, **told}
 
 
 def _count(total: dict[str, float], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

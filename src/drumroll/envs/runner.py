@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from drumroll.envs import ENVIRONMENTS, Environment, Observation, Step
 from drumroll.envs.adapters import adapted, adapter_of
-from drumroll.rewards import BadReward, check_value
+from drumroll.rewards.signatures import BadReward, check_value
 
 INFO = ("success", "effective", "malformed", "state", "tool_error")
 """The keys that are read from a step's `info`."""

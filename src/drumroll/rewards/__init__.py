@@ -1,8 +1,9 @@
 """Rewards: the user's functions, bound to columns by name and routed by domain.
 
 The user writes `def correct(completion, answer) -> float | None`, sync or async. `completion` is the text that the
-model wrote, `prompt` the row's prompt, `sample` the whole sample; any other argument is a column of the row. `None`
-means "not applicable". An exception, a NaN or a non-number is that sample's failure and is shown with its text.
+model wrote, `thinking` and `final` its parts before and after `</think>`, `prompt` the row's prompt, `sample` the whole
+sample; any other argument is a column of the row. `None` means "not applicable". An exception, a NaN or a non-number is that
+sample's failure and is shown with its text. `signatures.py` has the other signatures: a group's, TRL's and verl's.
 
 A coroutine may also take `judge` (asks the judge a question), `reward_model` (returns its score), `sandbox` (runs
 untrusted programs) and `processes` (runs a function in a process that can be killed).
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
@@ -27,6 +29,9 @@ from drumroll.errors import ConfigError, MissingExtra, being_cancelled, user_fra
 from drumroll.processes.deadline import CpuTimeExceeded, MachineBusy
 from drumroll.processes.pool import KillablePool, RemoteError
 from drumroll.registry import Registry
+from drumroll.rewards.group_calls import GroupCalls
+from drumroll.rewards.recorded import Log
+from drumroll.rewards.signatures import LOGS, TRL, TRL_GIVEN, BadReward, Outcome, Signature, read, recognise
 from drumroll.sample import ENVIRONMENT, Failure, Sample
 from drumroll.sandbox import Sandbox, open_sandbox
 
@@ -88,16 +93,12 @@ REWARDS: Registry[RewardFunction] = Registry("reward")
 TRIALS = 4
 """The number of samples on which a reward is tried until it has returned once."""
 SERVICES = ("judge", "reward_model", "sandbox", "processes")
-GIVEN = ("completion", "prompt", "sample", *SERVICES)
+RECORDED = "drumroll.rewards.recorded"
 BUILT_IN = (
     *("text", "maths", "choice", "patterns", "structured", "instructions"),
     *("code", "judge", "model", "reasoning"),
 )
 """The modules that register the built-in rewards. They import third-party packages only when a reward is used."""
-
-
-class BadReward(ValueError):
-    """A reward function returned something that is not a finite number or None."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,13 @@ class Reward:
     name: str
     weight: float
     function: RewardFunction
+    signature: Signature
     arguments: tuple[str, ...]
     optional: frozenset[str]
     fixed: Mapping[str, Any]
     path: str | None
+    takes_any: bool = False
+    group: bool = False
     keeps_time: bool = False
 
     @classmethod
@@ -123,58 +127,111 @@ class Reward:
             raise MissingExtra(f"reward '{config.use}'", extra)
         if (check := traits.get("check")) is not None:
             check(config.args)
-        name = config.use.rpartition(":")[2]
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in config.args]
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        unknown = set(config.args) - set(inspect.signature(function).parameters)
-        if unknown and not takes_any:
-            raise ConfigError(
-                f"reward '{config.use}' takes no argument '{sorted(unknown)[0]}'; it takes {', '.join(p.name for p in named)}."
-            )
-        if not inspect.iscoroutinefunction(function) and (asked := set(SERVICES).intersection(p.name for p in named)):
-            raise ConfigError(
-                f"reward '{config.use}' asks for '{min(asked)}', so it must be a coroutine: async def {name}(...)."
-            )
-        return cls(
-            name=name,
+        names = tuple(p.name for p in named)
+        bound = cls(
+            name=config.use.rpartition(":")[2],
             weight=config.weight,
             function=function,
-            arguments=tuple(p.name for p in named),
+            signature=recognise(config.use, names, takes_any=takes_any, group=config.group),
+            arguments=names,
             optional=frozenset(p.name for p in named if p.default is not p.empty),
             fixed=dict(config.args),
             path=_path(config.use, function),
+            takes_any=takes_any,
+            group=config.group,
             keeps_time=bool(traits.get("keeps_time")),
         )
+        bound._check(config.use, [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY])
+        return bound
+
+    def _check(self, use: str, by_position: Sequence[str]) -> None:
+        """Raise a ConfigError for arguments that cannot be filled."""
+        if by_position:
+            raise ConfigError(
+                f"reward '{use}' takes '{by_position[0]}' by position only; rewards are called with names: drop the '/'."
+            )
+        unknown = set(self.fixed) - set(inspect.signature(self.function).parameters)
+        if unknown and not self.takes_any:
+            raise ConfigError(f"reward '{use}' takes no argument '{min(unknown)}'; it takes {', '.join(self.arguments)}.")
+        if not self.is_coroutine and (asked := set(SERVICES).intersection(self.arguments)):
+            raise ConfigError(f"reward '{use}' asks for '{min(asked)}', so it must be a coroutine: async def {self.name}(...).")
+        unfilled = [] if self.signature.columns else [a for a in self._required if a not in self._given]
+        if unfilled:
+            raise ConfigError(
+                f"reward '{use}' has verl's signature, whose other arguments are fixed: write args: {{{unfilled[0]}: ...}}, "
+                "or give it a default."
+            )
+
+    @property
+    def is_coroutine(self) -> bool:
+        """Whether the function is awaited; so may be a callable object."""
+        return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
+
+    @property
+    def _given(self) -> tuple[str, ...]:
+        """The arguments that are no columns."""
+        return (*self.signature.words, *SERVICES, *(TRL_GIVEN if self.signature is TRL else ()))
+
+    @property
+    def _required(self) -> list[str]:
+        return [a for a in self.arguments if a not in self.optional]
 
     @property
     def columns(self) -> list[str]:
         """The columns that a row must have."""
-        return [a for a in self.arguments if a not in GIVEN and a not in self.optional]
+        needs = self.signature.needs
+        return [needs.get(a, a) for a in self._required if a in needs or a not in self._given]
 
-    def inputs(self, sample: Sample, **services: Any) -> dict[str, Any]:
-        """Return the function's keyword arguments for one sample."""
-        given = {"completion": sample.completion, "prompt": sample.prompt.content, "sample": sample, **services}
-        row = sample.prompt.columns
-        found = {a: given[a] if a in given else row[a] for a in self.arguments if a in given or a in row}
-        return {**found, **self.fixed}
+    def describe(self) -> str:
+        """The reward's name; a function that looks at no sample probably calls the completion by another name."""
+        words = set(self.signature.words).intersection(self.arguments)
+        return f"reward '{self.name}'" + ("" if words else " (which takes no 'completion', the text of the model)")
 
-    async def __call__(self, sample: Sample, pool: Pool, seconds: float, services: Mapping[str, Any]) -> float | None:
-        """Compute the reward.
+    @property
+    def logs(self) -> list[str]:
+        """The functions for logging that it takes."""
+        return [name for name in LOGS if self.signature is TRL and (self.takes_any or name in self.arguments)]
+
+    def inputs(self, samples: Sequence[Sample], **given: Any) -> dict[str, Any]:
+        """Return the function's keyword arguments for one sample, or with lists for several."""
+        each = [self._of(sample) for sample in samples]
+        found = {name: [one[name] for one in each] for name in each[0]} if self.signature.lists else each[0]
+        named = {n: v for n, v in given.items() if n in self.arguments or (self.takes_any and n in TRL_GIVEN)}
+        return {**found, **named, **self.fixed}
+
+    def _of(self, sample: Sample) -> dict[str, Any]:
+        words, row = self.signature.words, sample.prompt.columns if self.signature.columns else {}
+        asked = [a for a in self.arguments if a in words or (a in row and a not in self._given)]
+        if self.takes_any:
+            asked += [*self.signature.always, *(c for c in row if c not in (*self._given, "prompt", "completion"))]
+        return {a: words[a](sample) if a in words else row[a] for a in dict.fromkeys(asked)}
+
+    async def __call__(
+        self, samples: Sequence[Sample], pool: Pool, seconds: float, services: Mapping[str, Any], state: Any = None
+    ) -> list[Outcome | BadReward]:
+        """Compute the reward of samples: of one, or of several with lists. `state` is TRL's `trainer_state`.
 
         Built-ins and coroutines run here; the user's other functions run in a process that can be killed.
         """
-        if inspect.iscoroutinefunction(self.function):
+        given, log = {"trainer_state": state} if self.signature is TRL else {}, Log(len(samples))
+        logs = {name: getattr(log, name) for name in self.logs}
+        if self.is_coroutine:
             async with asyncio.timeout(None if self.keeps_time else seconds) as clock:
                 meter = Meter(clock, seconds)
                 models = {name: meter.unbilled(services.get(name)) for name in ("judge", "reward_model")}
-                given = {**services, **models, "processes": Processes(pool, seconds, meter)}
-                value = await self.function(**self.inputs(sample, **given))
+                given |= {**services, **models, "processes": Processes(pool, seconds, meter), **logs}
+                value = await self.function(**self.inputs(samples, **given))
         elif self.path is None:
-            value = self.function(**self.inputs(sample))
+            value = self.function(**self.inputs(samples, **given, **logs))
+        elif logs:
+            call = {"arguments": self.inputs(samples, **given), "count": len(samples), "logs": list(logs)}
+            value, log = await pool.call(f"{RECORDED}:{self.path}", call, seconds)
         else:
-            value = await pool.call(self.path, self.inputs(sample), seconds)
-        return check_value(self.name, value)
+            value = await pool.call(self.path, self.inputs(samples, **given), seconds)
+        return [log.added_to(i, outcome) for i, outcome in enumerate(read(self.signature, self.name, value, len(samples)))]
 
 
 def _path(use: str, function: RewardFunction) -> str | None:
@@ -182,19 +239,6 @@ def _path(use: str, function: RewardFunction) -> str | None:
     if use not in REWARDS.parts:
         return use
     return f"{function.__module__}:{function.__name__}" if REWARDS.traits(use).get("isolated") else None
-
-
-def check_value(name: str, value: Any) -> float | None:
-    """Return a finite number or None; raise `BadReward` for anything else."""
-    if value is None:
-        return None
-    if not isinstance(value, int | float) and hasattr(value, "item"):
-        value = value.item()
-    if not isinstance(value, int | float):
-        raise BadReward(f"reward '{name}' returned {value!r}, a {type(value).__name__}; it must return a number or None")
-    if not math.isfinite(value):
-        raise BadReward(f"reward '{name}' returned {value}; it must return a finite number or None")
-    return float(value)
 
 
 class Trial:
@@ -276,7 +320,7 @@ class Rewards:
 
     def required_columns(self, domain: str, *, played: bool = False) -> list[tuple[str, str]]:
         """Return (column, reward that needs it) for the rows of a domain."""
-        return [(column, f"reward '{r.name}'") for r in self.rewards(domain, played=played) for column in r.columns]
+        return [(column, r.describe()) for r in self.rewards(domain, played=played) for column in r.columns]
 
 
 class Scorer(Rewards):
@@ -291,8 +335,10 @@ class Scorer(Rewards):
         reward_model: Rate | None = None,
         sandbox: SandboxConfig | None = None,
         notify: Callable[[str], None] = lambda text: None,
+        steps: int = 0,
     ) -> None:
         super().__init__(by_domain)
+        self.steps = steps  # of the whole run
         self.timeout = timeout
         self.notify = notify
         self._trials: dict[int, Trial] = {}  # keyed by id(reward)
@@ -303,28 +349,42 @@ class Scorer(Rewards):
         )
         self._services = {"judge": judge, "reward_model": reward_model, "sandbox": self.sandbox}
 
-    async def score(self, sample: Sample) -> None:
-        """Set the sample's reward, or its failure. The reward of an environment counts in full."""
+    async def score(self, sample: Sample, group: GroupCalls | None = None) -> None:
+        """Set the sample's reward, or its failure. The reward of an environment counts in full.
+
+        A group reward waits for the other samples of `group`; without one the sample is a group of its own.
+        """
         played = ENVIRONMENT in sample.rewards
         total, applicable = sample.rewards.get(ENVIRONMENT, 0.0), played
         for reward in self.rewards(sample.prompt.domain, played=played):
             try:
-                value = await self._call(reward, sample)
+                found = await self._outcome(reward, sample, group)
             except (Exception, SystemExit, asyncio.CancelledError) as error:
                 if isinstance(error, asyncio.CancelledError) and being_cancelled():
                     raise
                 sample.failure = self._failure(reward, error)
                 return
-            if value is not None:
-                sample.rewards[reward.name] = value
-                total += reward.weight * value
+            if found.value is not None:
+                sample.rewards[reward.name] = found.value
+                total += reward.weight * found.value
                 applicable = applicable or reward.weight != 0
+            sample.rewards |= {f"{reward.name}/{part}": number for part, number in found.parts.items()}
+            sample.extra |= {f"{reward.name}/{name}": value for name, value in found.extra.items()}
         if applicable:
             sample.reward = total
         else:
             sample.failure = Failure("NotApplicable", "rewards", "every reward returned None")
 
-    async def _call(self, reward: Reward, sample: Sample) -> float | None:
+    async def _outcome(self, reward: Reward, sample: Sample, group: GroupCalls | None) -> Outcome:
+        call = partial(self._call, reward)
+        if reward.group and group is not None:
+            return await group.score(id(reward), sample, call)
+        (found,) = await call([sample])
+        if isinstance(found, BadReward):
+            raise found
+        return found
+
+    async def _call(self, reward: Reward, samples: Sequence[Sample]) -> list[Outcome | BadReward]:
         """Call a reward, unless its trial failed. The first time-out is reported at once."""
         trial = self._trials.setdefault(id(reward), Trial())
         if not await trial.admit():
@@ -333,11 +393,16 @@ class Scorer(Rewards):
             )
         try:
             with trial.watched():
-                return await reward(sample, self.pool, self.timeout, self._services)
+                return await reward(samples, self.pool, self.timeout, self._services, self._state(samples))
         except TimeoutError as error:
             if trial.late == 1 or trial.hopeless:
-                self.notify(self._late(self._failure(reward, error), sample, trial))
+                self.notify(self._late(self._failure(reward, error), samples[0], trial))
             raise
+
+    def _state(self, samples: Sequence[Sample]) -> SimpleNamespace:
+        """TRL's `trainer_state`; the step is that of the weights that wrote the samples."""
+        versions = [version for s in samples for trace in s.traces for version in trace.versions]
+        return SimpleNamespace(global_step=max([0, *versions]), max_steps=self.steps)
 
     def _late(self, failure: Failure, sample: Sample, trial: Trial) -> str:
         if trial.hopeless:

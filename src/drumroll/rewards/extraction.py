@@ -26,6 +26,12 @@ def after_thinking(text: str) -> str:
     return text.rpartition("</think>")[2]
 
 
+def split_thinking(text: str) -> tuple[str, str]:
+    """The thoughts before the last </think>, without their opening tag, and what follows it; no thoughts without a tag."""
+    thoughts, _, final = text.rpartition("</think>")
+    return thoughts.removeprefix("<think>"), final
+
+
 def last_boxed(text: str) -> str | None:
     r"""What is in the last \boxed{}, the innermost if they are nested; a box that is never closed is none."""
     opened: list[int] = []  # where each open brace's content begins; -1 for one that is no box

@@ -20,6 +20,7 @@ from drumroll.envs.episodes import Episodes
 from drumroll.envs.metrics import measures
 from drumroll.errors import DataError, NoEngines
 from drumroll.lifecycle import SampleFailed
+from drumroll.rewards.group_calls import GroupCalls
 from drumroll.rollout.sample_runner import Decode, Score
 from drumroll.sample import Owner, Prompt, Sample, Trace, sample_seed
 
@@ -100,20 +101,22 @@ class Evaluator:
 
     async def _measure(self, each: EvalSet, sampling: Sampling, count: int, stream: str) -> list[Sample]:
         samples = [Sample(prompt, draw, i) for draw, prompt in enumerate(each.prompts) for i in range(count)]
+        groups = [GroupCalls(range(count)) for _ in each.prompts]
 
         async def one(sample: Sample) -> None:
             await self.attempt(sample, sampling, count, each.name, stream)
             if sample.failure is None:
-                await self._score(sample)
+                await self._score(sample, groups[sample.draw])
+            groups[sample.draw].leave(sample)
 
         await asyncio.gather(*(one(sample) for sample in samples))
         return samples
 
-    async def _score(self, sample: Sample) -> None:
+    async def _score(self, sample: Sample, group: GroupCalls) -> None:
         """Score a sample; retry after a time-out, because a failure counts as 0 and a busy machine is no wrong answer."""
         for _ in range(self.rollout.retries + 1):
             sample.failure = None
-            await self.scorer.score(sample)
+            await self.scorer.score(sample, group)
             if sample.failure is None or not sample.failure.passing:
                 break
 

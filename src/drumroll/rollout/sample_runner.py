@@ -1,7 +1,7 @@
 """Runs one sample: its turns of generation and environment, its rewards, and the retries of each.
 
-A sample ends scored or failed. It waits for no other sample, and knows nothing of its group's fate, of batches or of
-admission: the scheduler starts it, and cancels its task to give it up.
+A sample ends scored or failed. It waits for no other sample, except for rewards that score the group together, and knows
+nothing of its group's fate, of batches or of admission: the scheduler starts it, and cancels its task to give it up.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from drumroll.engines.continuation import Continuation
 from drumroll.engines.router import Router
 from drumroll.errors import BadRow, being_cancelled, user_frames
 from drumroll.lifecycle import OpenEpisode, SampleFailed, Transitions
+from drumroll.rewards.group_calls import GroupCalls
 from drumroll.rollout.stats import RunningStats
 from drumroll.sample import GREEDY, Failure, Fate, Owner, Sample, State, Trace, sample_seed
 
@@ -24,9 +25,9 @@ Decode = Callable[[list[int]], str]
 
 
 class Score(Protocol):
-    """Gives a sample its reward or its failure, within a deadline of its own."""
+    """Gives a sample its reward or its failure, within a deadline of its own. Group rewards are called through `group`."""
 
-    async def score(self, sample: Sample) -> None: ...
+    async def score(self, sample: Sample, group: GroupCalls | None = None) -> None: ...
 
 
 class SampleRunner:
@@ -57,13 +58,13 @@ class SampleRunner:
         self.greedy = greedy
         self._move = transitions.move
 
-    async def run(self, sample: Sample, sampling: Sampling) -> None:
+    async def run(self, sample: Sample, sampling: Sampling, group: GroupCalls) -> None:
         """Play, then score. The caller aborts a sample by giving it its fate and then cancelling this task."""
         try:
             if sample.prompt.defect:
                 raise SampleFailed(Failure(BadRow.__name__, "data", sample.prompt.defect))
             await self._play(sample, sampling)
-            await self._score(sample)
+            await self._score(sample, group)
         except SampleFailed as failed:
             sample.failure = failed.failure
             self.stats.step.failed.append(sample)
@@ -129,12 +130,12 @@ class SampleRunner:
         finally:
             _end_if_cancelled()
 
-    async def _score(self, sample: Sample) -> None:
+    async def _score(self, sample: Sample, group: GroupCalls) -> None:
         """Score the sample; retry only after a deadline, because an exception would come again."""
         self._move(sample, State.SCORING)
         for tries in range(self.config.retries + 1):
             sample.failure = None
-            await self.scorer.score(sample)
+            await self.scorer.score(sample, group)
             _end_if_cancelled()
             if sample.failure is None or not sample.failure.passing or tries == self.config.retries:
                 break

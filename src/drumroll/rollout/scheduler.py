@@ -6,7 +6,8 @@ no model. The same code runs on a virtual-time event loop in simulation. `draws.
 
 - A group starts only while groups in flight plus groups accepted and not yet trained are below `capacity`, and only if
   it can still be used: at staleness 0 nothing starts between `take` and `publish`.
-- A sample is scored the moment its generation ends; its slot goes to the next sample at once.
+- A sample is scored the moment its generation ends; its slot goes to the next sample at once. Rewards that score a group
+  together wait for its last sample, which holds no slot either.
 - In draw order a step's batch is the first useful groups in the order drawn, whatever was started beyond them:
   oversampling is speculation, and draws given up as surplus are attempted again. In arrival order it is the first to
   complete, and the surplus is let go.
@@ -28,6 +29,7 @@ from drumroll.engines import Sampling
 from drumroll.engines.router import Router
 from drumroll.errors import RolloutError
 from drumroll.lifecycle import Listener, OpenEpisode, Transitions, answered_once
+from drumroll.rewards.group_calls import GroupCalls
 from drumroll.rollout.admission import Admission
 from drumroll.rollout.draws import DrawnPrompt, Draws, Source
 from drumroll.rollout.filters import Filter, find_filter
@@ -63,6 +65,7 @@ class _Flight:
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     unsettled: int = 0
     replacements: int = 0
+    calls: GroupCalls = field(default_factory=GroupCalls)
 
 
 class Rollouts:
@@ -236,13 +239,14 @@ class Rollouts:
         else:
             group.samples.append(sample)
         flight.unsettled += 1
+        flight.calls.expect(index)
         flight.tasks[index] = asyncio.get_running_loop().create_task(self._run(flight, sample))
         self._running.step.started += 1
 
     async def _run(self, flight: _Flight, sample: Sample) -> None:
         """Run a sample. Errors that belong to no sample (bad data, full disk, bugs) abort the step: `take` raises them."""
         try:
-            await self._runner.run(sample, flight.plan.sampling)
+            await self._runner.run(sample, flight.plan.sampling, flight.calls)
             self._settled(flight, sample)
         except Exception as error:
             self._break(error)
@@ -268,6 +272,7 @@ class Rollouts:
             if self.config.on_failure == "replace" and flight.replacements < flight.plan.samples:
                 flight.replacements += 1
                 self._start_sample(flight, len(flight.group.samples))
+        flight.calls.leave(sample)
         if not flight.unsettled:
             self._complete_group(flight, None)
 

@@ -18,6 +18,7 @@ from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Completion, Request
 from drumroll.engines.router import Router
 from drumroll.lifecycle import Listener
+from drumroll.rewards.group_calls import GroupCalls
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.sample import GREEDY, Prompt, Sample, StopReason, Version
 
@@ -160,7 +161,7 @@ class SimScorer:
     def __init__(self, work: Workload) -> None:
         self.work = work
 
-    async def score(self, sample: Sample) -> None:
+    async def score(self, sample: Sample, group: GroupCalls | None = None) -> None:
         """Wait, then set the reward that the workload defines."""
         if self.work.reward_time:
             await asyncio.sleep(self.work.reward_time)

@@ -49,9 +49,10 @@ SCHEMA = pa.schema(
         ("turns", pa.string()),
         ("success", pa.bool_()),
         ("notes", pa.list_(pa.string())),
+        ("extra", pa.string()),
     ]
 )
-JSON_COLUMNS = ("columns", "rewards", "history", "turns")
+JSON_COLUMNS = ("columns", "rewards", "history", "turns", "extra")
 ROW_GROUP = 64
 """Rows per row group: the smallest part of a file that can be read."""
 FILE_NAME = re.compile(r"(?P<kind>.+)-(?P<step>\d+)\.parquet")
@@ -105,6 +106,7 @@ def _row(step: int, kind: str, sample: Sample) -> dict[str, Any]:
         "turns": json.dumps([asdict(turn) for turn in sample.turns]),
         "success": sample.success,
         "notes": [str(note) for note in sample.notes],
+        "extra": json.dumps(sample.extra, default=str),
     }
 
 

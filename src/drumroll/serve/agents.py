@@ -26,7 +26,8 @@ from drumroll.lifecycle import SampleFailed
 from drumroll.processes.loops import Loop
 from drumroll.processes.pool import RemoteError
 from drumroll.registry import import_path
-from drumroll.rewards import Meter, check_value
+from drumroll.rewards import Meter
+from drumroll.rewards.signatures import check_value
 from drumroll.sample import ENVIRONMENT, GREEDY, Failure, Sample, StopReason, sample_seed
 from drumroll.serve.caller import LIMITS, Caller, Served
 from drumroll.serve.endpoint import Endpoint

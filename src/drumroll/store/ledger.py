@@ -21,7 +21,7 @@ from typing_extensions import override
 from drumroll.errors import StoreError
 from drumroll.lifecycle import DrawEvent, Event
 from drumroll.runfiles.ledger_queries import LedgerReader, connect
-from drumroll.sample import GREEDY, Fate, Sample
+from drumroll.sample import Fate, Sample, parse_id
 
 SCHEMA = """
 BEGIN;
@@ -187,12 +187,10 @@ def _recovered(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, tuple[A
     """Yield inserts for recorded samples and their draws. The last attempt at a draw that was never trained failed."""
     groups: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for row in rows:
-        own, _, attempt = row["id"].partition("~")
-        draw, _, sample = own.partition(".")
-        number, tried = int(draw), int(attempt or 0)
-        groups.setdefault((number, tried), []).append(row)
+        draw, sample, tried = parse_id(row["id"])
+        groups.setdefault((draw, tried), []).append(row)
         known = (row["fate"], row["stop"], row["reward"], row["tokens"], row["failure"], row["history"], row["step"])
-        yield _ADD_SAMPLE, (RECOVERED, number, tried, GREEDY if sample == "greedy" else int(sample), *known)
+        yield _ADD_SAMPLE, (RECOVERED, draw, tried, sample, *known)
     trained = {key for key, samples in groups.items() if any(row["fate"] == Fate.TRAINED for row in samples)}
     settled = dict(sorted(groups)) | dict(trained)  # draw → the attempt that settled it
     for (draw, tried), samples in groups.items():
