@@ -24,6 +24,20 @@ GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """transformers' own tag, which plain jinja2 does not know."""
 
 
+def _first_uses(node: Any, nodes: Any) -> dict[str, str]:
+    """Return for every name of a parsed template whether it is first loaded or stored.
+
+    jinja2 counts names that are set in a branch as undeclared, too.
+    """
+    if isinstance(node, nodes.Name):
+        return {node.name: node.ctx}
+    inner = [node.node, node.target] if isinstance(node, nodes.Assign) else node.iter_child_nodes()
+    found: dict[str, str] = {}
+    for child in inner:
+        found = _first_uses(child, nodes) | found
+    return found
+
+
 class Renderer:
     """Renders prompts and answers for one tokenizer. Base models without a chat template get plain text."""
 
@@ -52,14 +66,16 @@ class Renderer:
     @functools.cached_property
     def variables(self) -> list[str]:
         """The variables of the chat template that a config can set, in alphabetical order."""
-        from jinja2 import Environment, TemplateSyntaxError
+        from jinja2 import Environment, TemplateSyntaxError, nodes
         from jinja2.meta import find_undeclared_variables
 
         template = getattr(self.tokenizer, "chat_template", None) or ""
         environment, found = Environment(extensions=["jinja2.ext.loopcontrols"]), set[str]()
         for text in template.values() if isinstance(template, Mapping) else [template]:
             try:
-                found |= find_undeclared_variables(environment.parse(GENERATION.sub("", text)))
+                parsed = environment.parse(GENERATION.sub("", text))
+                local = {name for name, context in _first_uses(parsed, nodes).items() if context != "load"}
+                found |= find_undeclared_variables(parsed) - local
             except TemplateSyntaxError as error:
                 raise DataError(f"the chat template of {self.name} cannot be read: {error}.") from error
         return sorted(found - OURS - set(self.tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
