@@ -148,7 +148,8 @@ async def _rollout(config: RunConfig, batches: int, *, overwrite: bool) -> tuple
     finally:
         await workers.close()
     samples = [s for g in groups for s in g.samples]
-    return run, describe(groups, 0) | {"rollout/failed": float(len(failed)), "rollout/samples": float(len(samples))}
+    metrics = describe(groups, 0, thoughts=config.rollout_section().limits_thoughts)
+    return run, metrics | {"rollout/failed": float(len(failed)), "rollout/samples": float(len(samples))}
 
 
 def _config(recipe: Recipe, overrides: Sequence[str]) -> RunConfig:

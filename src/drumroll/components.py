@@ -12,6 +12,7 @@ from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.data.scan import scan
 from drumroll.data.source import PromptSource, RequiredColumns
+from drumroll.engines.continuation import closing_tag
 from drumroll.envs.episodes import Agents, Episodes
 from drumroll.lifecycle import Listener, answered_once
 from drumroll.rewards import Scorer
@@ -31,6 +32,17 @@ def decoder(workers: Workers) -> Decode:
 def speller(workers: Workers) -> Decode:
     """Tokens to text with special tokens, in which stop strings are looked for."""
     return lambda tokens: workers.tokenizer.decode(tokens)
+
+
+def open_renderer(config: RunConfig, workers: Workers) -> Renderer:
+    """The renderer of the policy's prompts, with the recipe's arguments of the chat template."""
+    return Renderer(workers.tokenizer).given(config.data.template, "data.template")
+
+
+def open_closing(config: RunConfig, workers: Workers) -> tuple[int, ...]:
+    """Tokens that end a thought at its limit; none if no thought has one."""
+    limited = config.rollout_section().limits_thoughts or any(s.max_thinking_tokens for s in config.eval.sets.values())
+    return closing_tag(workers.tokenizer) if limited else ()
 
 
 def training_columns(config: RunConfig, dataset: DatasetConfig, rewards: RequiredColumns) -> RequiredColumns:
@@ -61,7 +73,7 @@ def open_episodes(config: RunConfig, workers: Workers, *, seed: int) -> Episodes
     if not config.has_episodes():
         return None
     context = context_length(config)
-    renderer = Renderer(workers.tokenizer)
+    renderer = open_renderer(config, workers)
     agents = partial(open_agents, config, workers, seed)
     episodes = Episodes(
         config.environment_section(),
@@ -82,14 +94,22 @@ def open_agents(config: RunConfig, workers: Workers, seed: int) -> Agents:
     from drumroll.serve import agents
     from drumroll.serve.caller import Served
 
-    renderer = Renderer(workers.tokenizer)
-    served = Served(config.name, renderer, decoder(workers), context_length(config), lambda text: workers.notify(text))
-    return agents.Agents(config.environment_section(), config.rollout_section(), seed, served, workers.router)
+    environment = config.environment_section()
+    served = Served(
+        config.name,
+        open_renderer(config, workers),
+        decoder(workers),
+        context_length(config),
+        lambda text: workers.notify(text),
+        sampled=environment.earlier_turns == "sampled",
+        closing=open_closing(config, workers),
+    )
+    return agents.Agents(environment, config.rollout_section(), seed, served, workers.router)
 
 
 def open_rollouts(config: RunConfig, workers: Workers, listeners: Sequence[Listener] = ()) -> Rollouts:
     """The stream of scored groups."""
-    rollout, renderer = config.rollout_section(), Renderer(workers.tokenizer)
+    rollout, renderer = config.rollout_section(), open_renderer(config, workers)
     scorer = open_scorer(config, workers, rollout)
     environment, required = config.environment_section(), scorer.required_columns
     source = PromptSource(config.data, config.seed, renderer, required, environment, tolerant=True)
@@ -104,6 +124,7 @@ def open_rollouts(config: RunConfig, workers: Workers, listeners: Sequence[Liste
         spell=speller(workers),
         episodes=episodes.open if episodes else answered_once,
         greedy=GREEDY in workers.needs,
+        closing=open_closing(config, workers),
         listeners=listeners,
     )
 
@@ -114,8 +135,8 @@ def open_evaluator(config: RunConfig, workers: Workers) -> Evaluator | None:
         return None
     rollout, environment = config.rollout_section(), config.environment_section()
     scorer = open_scorer(config, workers, rollout)
-    longest, renderer = config.data.max_prompt_tokens, Renderer(workers.tokenizer)
+    longest, renderer = config.data.max_prompt_tokens, open_renderer(config, workers)
     sets = open_sets(config.eval, renderer, scorer.required_columns, longest, environment)
     episodes = open_episodes(config, workers, seed=0)
-    decode, spell = decoder(workers), speller(workers)
-    return Evaluator(config.eval, sets, workers.router, scorer, decode, config.seed, rollout, episodes, spell)
+    decode, spell, closing = decoder(workers), speller(workers), open_closing(config, workers)
+    return Evaluator(config.eval, sets, workers.router, scorer, decode, config.seed, rollout, episodes, spell, closing)

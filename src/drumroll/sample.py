@@ -77,6 +77,7 @@ class Scene:
     args: Mapping[str, Any] = field(default_factory=dict)
     chat: bool | None = None
     system: str | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,11 @@ class Sample:
     def policy_length(self) -> int:
         """Return the number of tokens that the model wrote."""
         return sum(len(t.policy_tokens()) for t in self.traces)
+
+    def thought_was_cut(self) -> bool:
+        """Return whether a thought of the policy was ended for it: within a turn, tokens that it did not write."""
+        spans = [(t.trace, t.start, t.end) for t in self.turns] or [(i, 0, len(t.tokens)) for i, t in enumerate(self.traces)]
+        return any(Owner.ENVIRONMENT in self.traces[number].owners[start:end] for number, start, end in spans)
 
 
 @dataclass(slots=True)

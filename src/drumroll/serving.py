@@ -98,7 +98,7 @@ async def serving(
     """Open the endpoint of a config's model for the duration of the block."""
     workers = await open_workers(config)
     try:
-        renderer = Renderer(workers.tokenizer)
+        renderer = Renderer(workers.tokenizer).given(config.data.template, "data.template")
         served = Served(config.name, renderer, decoder(workers), context_length(config))
         if record is not None:
             log = CallLog(record)

@@ -78,8 +78,8 @@ async def publish(workers: Workers, version: int) -> None:
     await workers.publish(version)
 
 
-def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """What the groups trained on at a version look like, as metrics."""
+def describe(groups: Sequence[Group], version: int, *, thoughts: bool = False) -> dict[str, float]:
+    """What the groups trained on at a version look like, as metrics. `thoughts`: whether they have a limit."""
     samples = [s for g in groups for s in g.samples]
     lengths, ages = [s.policy_length() for s in samples], [s.oldest_version() for s in samples]
     metrics: dict[str, float] = {
@@ -90,6 +90,8 @@ def describe(groups: Sequence[Group], version: int) -> dict[str, float]:
         "rollout/staleness": sum(version - oldest for oldest in ages if oldest is not None) / len(samples),
         "rollout/zero_variance": sum(len(set(g.rewards)) < 2 for g in groups) / len(groups),
     }
+    if thoughts:
+        metrics["rollout/thoughts_cut"] = sum(s.thought_was_cut() for s in samples) / len(samples)
     by_domain: dict[str, list[Any]] = {}
     for sample in samples:
         by_domain.setdefault(sample.prompt.domain, []).append(sample)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from drumroll.batch import pack
 from drumroll.config.optim import OptimConfig
 from drumroll.engines import EngineLost, Request, Sampling
+from drumroll.engines.continuation import Continuation, closing_tag
 from drumroll.engines.native import NativeEngine
 from drumroll.engines.vllm import VllmEngine
 from drumroll.errors import ConfigError
@@ -92,7 +93,7 @@ def gaps(model, wanted, done, temperature=1.0):
     for i, (request, completion) in enumerate(zip(wanted, done, strict=True)):
         trace = Trace()
         trace.extend(list(request.tokens), Owner.PROMPT)
-        trace.extend(completion.tokens, Owner.POLICY, completion.logprobs, completion.versions)
+        completion.add_to(trace)
         prompt = Prompt(str(i), "d", "", request.tokens)
         groups.append(Group(prompt, i, [Sample(prompt, i, 0, traces=[trace], reward=0.0)]))
     batch = pack(groups)
@@ -110,6 +111,28 @@ def perturb(model, seed):
 
 
 # --- what it writes ---
+
+
+def test_a_thought_ends_at_its_limit_and_the_answer_follows(shipped, endless):
+    model, closing, limit = shipped[0], closing_tag(shipped[0].tokenizer), 5
+    wanted = [
+        Request(str(i), tuple(model.tokenizer.encode(f"{i}+1=<think>")), Sampling(1.0, 24, (), max_thinking=limit), i)
+        for i in range(4)
+    ]
+
+    async def write(request):
+        turn = Continuation(request.id, request.tokens, request.sampling, request.seed, model.tokenizer.decode, closing=closing)
+        return await turn.run(endless.generate)
+
+    async def together():
+        return await asyncio.gather(*(write(request) for request in wanted))
+
+    done = asyncio.run(together())
+    for completion in done:
+        end = limit + len(closing)
+        assert tuple(completion.tokens[limit:end]) == closing
+        assert [version < 0 for version in completion.versions] == [limit <= i < end for i in range(24)]
+    assert gaps(model, wanted, done)[0].max() < EXACT
 
 
 def test_greedy_equals_the_native_engine(shipped):

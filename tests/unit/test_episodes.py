@@ -86,16 +86,23 @@ def test_the_end_of_turn_that_the_policy_wrote_is_not_added_again():
 def test_a_template_that_rewrites_earlier_turns_is_named_with_the_text():
     conversation = Conversation(chat_renderer(DROPS), "x")
     conversation.prompt()
-    with pytest.raises(TemplateError, match=r"not prefix-stable: turn 1 was 'hello' where .* 'gone"):
+    with pytest.raises(TemplateError, match=r"not prefix-stable: it showed 'hello' where .* 'gone"):
         conversation.follow("hello", "y", None)
     with pytest.raises(TemplateError, match="no chat template"):
         Conversation(PLAIN, "x", system="s")
 
 
 def test_templates_are_checked_before_anything_is_generated():
-    with pytest.raises(TemplateError, match="not prefix-stable"):
-        opened(EnvironmentConfig(), chat_renderer(DROPS)).open(sample_of(Scene("corridor")))
-    assert opened(EnvironmentConfig(mode="step"), chat_renderer(DROPS)).open(sample_of(Scene("corridor")))
+    told = []
+    for mode in ("trajectory", "step"):
+        episodes = opened(EnvironmentConfig(mode=mode), chat_renderer(DROPS), notify=told.append)
+        assert episodes.open(sample_of(Scene("corridor")))
+        assert episodes.open(sample_of(Scene("corridor")))
+    assert [text.partition(":")[0] for text in told] == [
+        "the chat template of this model rewrites earlier turns (for example drops their thoughts)"
+    ]
+    with pytest.raises(TemplateError, match="does not show earlier turns"):
+        opened(EnvironmentConfig(earlier_turns="sampled"), chat_renderer(DROPS)).open(sample_of(Scene("corridor")))
 
 
 @given(turns, st.integers(0, 4), st.booleans())
@@ -189,9 +196,9 @@ class Sum:
         sample.reward = sample.rewards["environment"]
 
 
-def opened(config, renderer=PLAIN, context=96, seed=0):
+def opened(config, renderer=PLAIN, context=96, seed=0, **more):
     decode = lambda tokens: renderer.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
-    return Episodes(config, seed, renderer, decode, context, KillablePool)
+    return Episodes(config, seed, renderer, decode, context, KillablePool, **more)
 
 
 class Forks:

@@ -13,8 +13,9 @@ from drumroll.engines import Completion, EngineLost, Request, Sampling
 from drumroll.models import tiny
 from drumroll.sample import StopReason
 from drumroll.serve import tools
-from drumroll.serve.chat import following, marks, whole
+from drumroll.serve.chat import marks, place
 from drumroll.serve.protocol import Refused, read
+from drumroll.serve.traces import Calls
 from drumroll.serve.writing import SLICE, EngineClient
 
 HI = {"role": "user", "content": "hi"}
@@ -84,18 +85,29 @@ def test_equal_messages_have_equal_marks_however_they_are_written():
 turns = st.lists(st.tuples(st.text("ab", max_size=4), st.text("xy", min_size=1, max_size=4)), min_size=1, max_size=4)
 
 
+def talk_of(renderer, messages, written, tools=(), said=None, **options):
+    """Where the last message of a conversation is placed after one call, whose message is the second."""
+    calls = Calls()
+    first = place(renderer, messages[:1], tools, [])
+    named = marks(messages[:2], tools)
+    calls.add(None, first.tokens, written, named, first.text, messages[1]["content"] if said is None else said)
+    return calls, place(renderer, messages, tools, calls.along(marks(messages, tools)), **options)
+
+
 @given(turns)
 def test_what_follows_completes_the_rendered_conversation(turns):
     """What was seen, what was said and what follows, end to end, is the whole conversation, for a stable template."""
-    renderer = chat_renderer()
-    messages, seen = [HI], whole(renderer, [HI], [])
+    renderer, calls, messages = chat_renderer(), Calls(), [HI]
     for said, observation in turns:
+        now = place(renderer, messages, [], calls.along(marks(messages, [])))
+        assert (now.parent is None) == (not calls.all)
+        messages.append({"role": "assistant", "content": said})
         written = Completion(renderer.encode(said), stop=StopReason.LENGTH)
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": observation}]
-        added = following(renderer, messages, [], len(messages) - 1, written)
-        assert added is not None
-        seen += [*written.tokens, *added]
-    assert seen == whole(renderer, messages, [])
+        calls.add(now.parent, now.tokens, written, marks(messages, []), now.text, said)
+        messages.append({"role": "user", "content": observation})
+    last = place(renderer, messages, [], calls.along(marks(messages, [])))
+    assert last.parent is calls.all[-1]
+    assert [*last.parent.after(), *last.tokens] == place(renderer, messages, [], []).tokens
 
 
 def test_the_end_of_turn_that_the_model_wrote_is_not_added_again():
@@ -103,13 +115,20 @@ def test_the_end_of_turn_that_the_model_wrote_is_not_added_again():
     eos = renderer.tokenizer.eos_token_id
     talk = [HI, {"role": "assistant", "content": "yo"}, HI]
     ended, was_cut = Completion([5, eos], stop=StopReason.EOS), Completion([5, 6], stop=StopReason.LENGTH)
-    assert [eos, *following(renderer, talk, [], 2, ended)] == following(renderer, talk, [], 2, was_cut)
+    assert [eos, *talk_of(renderer, talk, ended)[1].tokens] == talk_of(renderer, talk, was_cut)[1].tokens
 
 
-def test_a_template_that_rewrites_turns_asks_for_a_new_trace():
+def test_a_template_that_rewrites_turns_departs_before_them():
     talk = [HI, {"role": "assistant", "content": "thought!yo"}, HI]
-    assert following(chat_renderer(THOUGHTLESS), talk, [], 2, Completion([5])) is None
-    assert following(chat_renderer(), talk, [], 2, Completion([5])) is not None
+    calls, kept = talk_of(chat_renderer(), talk, Completion([5]))
+    assert kept.parent is calls.all[0]
+    renderer = chat_renderer(THOUGHTLESS)
+    calls, forked = talk_of(renderer, talk, Completion([5]))
+    assert forked.parent is None
+    assert forked.tokens == place(renderer, talk, [], []).tokens
+    calls, sampled = talk_of(renderer, talk, Completion([5]), sampled=True)
+    assert sampled.parent is calls.all[0]
+    assert sampled.tokens == kept.tokens
 
 
 def test_tool_calls_are_kept_as_they_were_written():
@@ -117,17 +136,17 @@ def test_tool_calls_are_kept_as_they_were_written():
     function = [{"type": "function", "function": {"name": "f"}}]
     said = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}]}
     talk = [HI, said, {"role": "tool", "content": "2", "tool_call_id": "x"}]
-    assert renderer.tokenizer.decode(whole(renderer, [HI], function)) == "[f]<user>hi</><assistant>"
-    added = following(renderer, talk, function, 2, Completion([5]))
-    assert added is not None
-    assert renderer.tokenizer.decode(added) == "</><tool>2</><assistant>"
+    assert renderer.tokenizer.decode(place(renderer, [HI], function, []).tokens) == "[f]<user>hi</><assistant>"
+    calls, added = talk_of(renderer, talk, Completion([5]), function, '<tool_call>{"name":"f"}</tool_call>')
+    assert added.parent is calls.all[0]
+    assert renderer.tokenizer.decode(added.tokens) == "</><tool>2</><assistant>"
 
 
 def test_without_a_template_a_conversation_is_its_texts():
     plain = Renderer(tiny.tokenizer())
     talk = [HI, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-    assert plain.tokenizer.decode(whole(plain, talk, [])) == "<bos>hiab"
-    assert plain.tokenizer.decode(following(plain, talk, [], 2, Completion([5]))) == "b"
+    assert plain.tokenizer.decode(place(plain, talk, [], []).tokens) == "<bos>hiab"
+    assert plain.tokenizer.decode(talk_of(plain, talk, Completion([5]))[1].tokens) == "b"
 
 
 # --- tool calls ---

@@ -18,10 +18,11 @@ def play(moves):
     for where, extra, answer, added, written in moves:
         before = named[where % (len(named) + 1)] if where % (len(named) + 1) < len(named) else []
         marks = [*before, *extra]
-        parent, covered = calls.find(marks)
+        along = calls.along(marks)
+        parent = along[-1] if along else None
         fitting = [i for i, name in enumerate(named) if marks[: len(name)] == name]
         longest = max((len(named[i]) for i in fitting), default=0)
-        assert covered == longest
+        assert [call.place + 1 for call in along] == sorted({len(named[i]) for i in fitting})
         assert (parent.number if parent else None) == max((i for i in fitting if len(named[i]) == longest), default=None)
         done = Completion(written, [-0.5] * len(written), [len(named)] * len(written))
         calls.add(parent, added, done, [*marks, answer])

@@ -11,11 +11,12 @@ from drumroll.components import scan_data, training_columns
 from drumroll.config import RunConfig
 from drumroll.config.data import DatasetConfig
 from drumroll.config.roles import BUILT_IN_MODELS
-from drumroll.data.conversation import Conversation
+from drumroll.data.conversation import Conversation, check_template
 from drumroll.data.render import Content, Renderer
 from drumroll.data.rows import is_function, is_local, read
 from drumroll.data.source import RequiredColumns, RowCheck
 from drumroll.data.split import Row
+from drumroll.envs.episodes import REWRITES
 from drumroll.envs.runner import Runner, agent_path, exists
 from drumroll.envs.runner import find as find_environment
 from drumroll.errors import ConfigError, DataError, DrumrollError, HubError, ModelError, user_frames
@@ -83,15 +84,36 @@ def _prompt(config: RunConfig, files: bool, required: RequiredColumns, missing: 
     if not readable:
         yield "no prompt is shown: no training data can be read here."
     model = config.role_model("actor")
-    renderer = None if model in missing else Renderer(load_tokenizer(model))
+    renderer = None if model in missing else Renderer(load_tokenizer(model)).given(config.data.template, "data.template")
+    if renderer is not None:
+        yield from _template(config, renderer)
     for number, (name, dataset) in enumerate(readable.items()):
         columns = training_columns(config, dataset, required)
         check = RowCheck(f"data.train.{name}", dataset, columns, config.environment_section())
         _, content, row, scene = check(_first_row(check.name, dataset, config.seed), 0)
         if not number:
             yield f"the first prompt of {check.name}" + (":" if renderer else ", without the model's chat template:")
-            shown = _episode(renderer, scene, row) if scene else _text(renderer, content, dataset)
+            own = renderer and renderer.given(dataset.template, f"{check.name}.template")
+            shown = _episode(own, scene, row) if scene else _text(own, content, dataset)
             yield from (f"  {line}" for line in shown.splitlines())
+
+
+def _template(config: RunConfig, renderer: Renderer) -> Iterator[str]:
+    """Check all arguments of the chat template; name those that are set, or that could be."""
+    environment, given = config.environment_section(), {"data": config.data.template}
+    for section, sets in (("data.train", config.data.train), ("eval.sets", config.eval.sets)):
+        for name, dataset in sets.items():
+            renderer.given(dataset.template, f"{section}.{name}.template")
+            given[f"{section}.{name}"] = dataset.template
+    for key, values in given.items():
+        if values:
+            yield f"{key}.template: " + ", ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
+    if unset := [name for name in renderer.variables if not any(name in values for values in given.values())]:
+        yield f"the chat template of {renderer.name} also has {', '.join(unset)} (data.template sets them)."
+    if config.has_episodes() and environment.mode == "trajectory" and environment.earlier_turns == "template":
+        chats = {(dataset.chat, dataset.system) for dataset in config.data.train.values()}
+        if any(check_template(renderer, chat=chat, system=system) for chat, system in chats):
+            yield f"note: {REWRITES.format(renderer.name)}"
 
 
 def _first_row(name: str, dataset: DatasetConfig, seed: int) -> Row:

@@ -17,9 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from drumroll.algorithms.advantages import ESTIMATORS
-from drumroll.components import decoder, open_episodes, open_scorer, scan_data, speller
+from drumroll.components import decoder, open_closing, open_episodes, open_renderer, open_scorer, scan_data, speller
 from drumroll.config import RunConfig
-from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
 from drumroll.engines import Sampling
 from drumroll.registry import search
@@ -97,11 +96,22 @@ async def preflight(config: RunConfig, notify: Callable[[str], None] = lambda te
     workers.notify = notify
     try:
         scorer = open_scorer(config, workers, rollout)
-        renderer = Renderer(workers.tokenizer)
+        renderer = open_renderer(config, workers)
         by_domain = _rows(PromptSource(config.data, config.seed, renderer, scorer.required_columns, environment))
         episodes = open_episodes(config, workers, seed=config.seed)
         decode, spell = decoder(workers), speller(workers)
-        player = Evaluator(config.eval, [], workers.router, scorer, decode, config.seed, rollout, episodes, spell)
+        player = Evaluator(
+            config.eval,
+            [],
+            workers.router,
+            scorer,
+            decode,
+            config.seed,
+            rollout,
+            episodes,
+            spell,
+            open_closing(config, workers),
+        )
         rewards, problems, notices = [], [], []
         for domain, prompts in by_domain.items():
             if prompts[0].scene is not None:  # the environment gives the reward; `drumroll check ENV` checks it
@@ -212,7 +222,7 @@ async def _score(scorer: Scorer, prompt: Prompt, completion: str) -> Sample:
 async def _start(config: RunConfig, player: Evaluator, domain: str, prompts: Sequence[Prompt]) -> Start:
     """Let the start model answer a few prompts, or play episodes, with training's sampling; return the results."""
     own = config.rollout_section().of(domain)
-    sampling = Sampling(own.temperature, own.max_tokens, tuple(own.stop))
+    sampling = Sampling(own.temperature, own.max_tokens, tuple(own.stop), max_thinking=own.max_thinking_tokens)
 
     calls = [GroupCalls(range(own.samples)) for _ in prompts]
 

@@ -38,6 +38,8 @@ class DatasetConfig(Section):
     """A system message put before every prompt (makes a text prompt a chat)."""
     chat: bool | None = None
     """Render text prompts as a user's chat turn. Default: yes when the tokenizer has a chat template."""
+    template: dict[str, Any] = {}
+    """Arguments of the chat template for this dataset, over those of `data.template`: for example {enable_thinking: false}."""
     limit: int | None = Field(None, ge=1)
     """Use at most this many rows; needed for endless function sources in evaluation."""
     environment: str | None = None
@@ -57,6 +59,8 @@ class DataConfig(Section):
     """Shuffle finite datasets anew in every epoch, by `seed`."""
     epochs: float | None = Field(None, gt=0)
     """Stop after so many passes over the largest finite dataset. Default: as many as `steps` takes."""
+    template: dict[str, Any] = {}
+    """Arguments of the chat template wherever the policy's prompts are rendered, for example {enable_thinking: true}; `--dry-run` names those that it has."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt allowed, in tokens."""
     overlong: Literal["drop", "truncate", "fail"] = "drop"

@@ -18,7 +18,9 @@ class EnvironmentConfig(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     mode: Literal["trajectory", "step"] = "trajectory"
-    """One trace for the whole episode, or one for every turn, which shows the last `history` turns only."""
+    """One trace for the whole episode (as long as earlier turns stay as they are), or one for every turn, which shows the last `history` turns only."""
+    earlier_turns: Literal["template", "sampled"] = "template"
+    """trajectory: how earlier turns are shown. As the chat template shows them: where it rewrites them (drops their thoughts), the episode continues in a further trace. Or as they were sampled, in one trace."""
     history: int = Field(2, ge=0)
     """step: how many past turns are shown besides the first observation and the present one."""
     keep_first: bool = True

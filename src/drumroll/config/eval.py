@@ -29,6 +29,8 @@ class EvalSetConfig(DatasetConfig):
     """Draw only tokens at least this times as likely as the likeliest. Evaluation only."""
     max_tokens: int | None = Field(None, ge=1)
     """Longest completion. Default: the rollout's."""
+    max_thinking_tokens: int | None = Field(None, ge=1)
+    """Longest thought. Default: the rollout's."""
 
 
 class EvalConfig(Section):

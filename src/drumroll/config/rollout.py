@@ -17,6 +17,8 @@ class DomainRollout(Section):
     """Its group size."""
     max_tokens: int | None = Field(None, ge=1)
     """Its longest completion."""
+    max_thinking_tokens: int | None = Field(None, ge=1)
+    """Its longest thought."""
     stop: list[str] | None = None
     """Strings that end its completions."""
     filter: str | None = None
@@ -34,6 +36,8 @@ class RolloutConfig(Section):
     """Samples per prompt: the group size."""
     max_tokens: int = Field(64, ge=1)
     """Longest completion, in tokens."""
+    max_thinking_tokens: int | None = Field(None, ge=1)
+    """Longest thought (`<think>…</think>`), in tokens. At the limit `</think>` is written for the policy, without loss, and the answer follows."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the learner applies it too, so that log-probs agree."""
     stop: list[str] = []
@@ -79,6 +83,23 @@ class RolloutConfig(Section):
                 f"it needs rollout.max_staleness of at least 1, got {self.max_staleness:g}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _thoughts_leave_room(self) -> Self:
+        for domain in (None, *self.domains):
+            own = self if domain is None else self.of(domain)
+            if own.max_thinking_tokens is not None and own.max_tokens is not None and own.max_thinking_tokens >= own.max_tokens:
+                key = "rollout" if domain is None else f"rollout.domains.{domain}"
+                raise ValueError(
+                    f"{key}.max_thinking_tokens: {own.max_thinking_tokens} leaves no room for an answer within max_tokens: "
+                    f"{own.max_tokens}; choose fewer, or a larger max_tokens"
+                )
+        return self
+
+    @property
+    def limits_thoughts(self) -> bool:
+        """Whether thoughts of any domain have a limit."""
+        return any(own.max_thinking_tokens is not None for own in (self, *self.domains.values()))
 
     def of(self, domain: str) -> RolloutConfig:
         """How a domain is sampled."""

@@ -1,7 +1,8 @@
-"""An episode's texts as tokens: what the policy wrote is never tokenised again, what was rendered stays as it was.
+"""An episode's texts as tokens: a turn that stays as it was sampled is never tokenised again.
 
-A chat template is applied to text only. Between two turns the whole conversation is rendered, and must begin with what
-was rendered before; only what follows the policy's turn becomes tokens.
+A chat template is applied to text only. Between two turns the whole conversation is rendered. As far as it begins with what
+was rendered and written before, the tokens stay; only the rest becomes tokens (`grow`, which the endpoint uses too). A
+template that rewrites earlier turns, for example drops their thoughts, departs before the first rewritten turn.
 
 An environment with tools shows them in a message of the role `tools` at the beginning (`tools`: schemas, `content`: the same in
 words), and their results in messages of the role `tool`. Templates that know tools get both as they are; for others the
@@ -10,28 +11,91 @@ words stand before the task, and results are a user's turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
+from drumroll.data.controls import Controls
 from drumroll.data.render import Renderer, Tools
-from drumroll.errors import TemplateError
+from drumroll.errors import DataError, TemplateError
 from drumroll.sample import Message
 
 Observation = str | list[Message]
 TOOLS = "tools"
 """The role of the message that shows an environment's tools."""
+STAND_IN = "turn-as-sampled-0f7c2"
+"""Stands for a turn of the policy while a template is applied, to find what the template adds after it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a trace: text of the template, or a turn of the policy. The text is escaped (`Controls.escape`)."""
+
+    text: str
+    tokens: int
+    """The number of its tokens."""
+    turn: bool = False
+    last: int | None = None
+    """The token with which the policy ended its turn; None if the turn was cut."""
+
+    def end(self, whole: str, start: int) -> int | None:
+        """Return where the part ends in a rendered text if it stands at `start`, else None.
+
+        A template may strip blanks around a turn.
+        """
+        text = self.text
+        forms = (text, text.strip(), text.lstrip(), text.rstrip()) if self.turn else (text,)
+        return next((start + len(form) for form in forms if whole.startswith(form, start)), None)
+
+
+def grow(
+    controls: Controls, parts: Sequence[Part], whole: str, stand_in: Callable[[], str] | None = None
+) -> tuple[list[Part], list[int]]:
+    """Continue a trace up to the end of a rendered conversation.
+
+    Returns the parts that the rendered text begins with, one new part for the rest of it, and the new part's tokens. If the
+    text departs from the parts, `stand_in` keeps them all: it renders the conversation with `STAND_IN` for every turn,
+    and the text after the last of these is the rest.
+    """
+    kept, at = 0, 0
+    for part in parts:
+        end = part.end(whole, at)
+        if end is None:
+            break
+        kept, at = kept + 1, end
+    rest = whole[at:]
+    if kept < len(parts) and stand_in is not None:
+        kept, rest = len(parts), stand_in().rpartition(STAND_IN)[2]
+    tokens = controls.rendered(rest)
+    last = parts[kept - 1].last if kept else None
+    if tokens and tokens[0] == last:
+        tokens = tokens[1:]  # the policy ended its turn itself
+    return [*parts[:kept], Part(rest, len(tokens))], tokens
 
 
 class Conversation:
-    """Observations and turns in order, by a chat template or as plain text."""
+    """Observations and turns in order, by a chat template or as plain text.
 
-    def __init__(self, renderer: Renderer, first: Observation, *, chat: bool | None = None, system: str | None = None) -> None:
+    `sampled` shows earlier turns as they were sampled, also where the template would rewrite them.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        first: Observation,
+        *,
+        chat: bool | None = None,
+        system: str | None = None,
+        sampled: bool = False,
+    ) -> None:
         self.renderer = renderer
+        self.sampled = sampled
         self.chat = system is not None or (renderer.has_template if chat is None else chat)
         self.system = system
         self.tools: Tools = None
         self.observations: list[Observation] = [first]
         self.turns: list[str] = []
-        self._rendered = ""  # all up to where the policy writes next
+        self._parts: list[Part] = []  # all up to where the policy writes next
         if self.chat and not renderer.has_template:
             raise TemplateError(
                 f"the tokenizer of {renderer.name} has no chat template: give the dataset no `system` and no `chat: true`."
@@ -42,9 +106,11 @@ class Conversation:
     def prompt(self) -> list[int]:
         """Tokens of the first observation, up to the policy's first turn."""
         if not self.chat:
-            return self.window(0)
-        self._rendered = self._render()
-        return self.renderer.controls.rendered(self._rendered)
+            tokens = self.window(0)
+            self._parts = [Part("", len(tokens))]
+        else:
+            self._parts, tokens = grow(self.renderer.controls, [], self._render())
+        return tokens
 
     def window(self, history: int, *, keep_first: bool = True) -> list[int]:
         """Tokens of the first observation (if kept), the last `history` turns and the present observation."""
@@ -57,15 +123,28 @@ class Conversation:
             return list(self.renderer.prompt(tuple(_joined(messages)), chat=True, system=self.system, tools=self.tools))
         return list(self.renderer.prompt("".join(_text(m) for m in messages), chat=False))
 
-    def follow(self, turn: str, observation: Observation, last: int | None) -> list[int]:
-        """Tokens between a turn of the policy, which it ended with the token `last` (None: it was cut), and its next one."""
+    def advance(self, turn: str, size: int, observation: Observation, last: int | None) -> tuple[int, list[int]]:
+        """Take a turn of `size` tokens, which the policy ended with the token `last` (None: it was cut), and its answer.
+
+        Returns how many of the tokens before the next turn stay as they were, and the tokens that follow them.
+        """
         self.add(turn, observation)
-        if not self.chat:
-            return self.renderer.encode("".join(_text(m) for m in self._messages(-1)))
-        before, self._rendered = self._rendered, self._render()
         controls = self.renderer.controls
-        tokens = controls.rendered(self._after(before, controls.escape(turn), self._rendered))
-        return tokens[1:] if tokens and tokens[0] == last else tokens  # the policy ended its turn itself
+        before = [*self._parts, Part(controls.escape(turn), size, True, last)]
+        if self.chat:
+            self._parts, tokens = grow(controls, before, self._render(), self._stand_in if self.sampled else None)
+        else:
+            tokens = self.renderer.encode("".join(_text(m) for m in self._messages(-1)))
+            self._parts = [*before, Part("", len(tokens))]
+        return sum(part.tokens for part in self._parts[:-1]), tokens
+
+    def follow(self, turn: str, observation: Observation, last: int | None) -> list[int]:
+        """Tokens between a turn and the next one, as `advance` gives them; a template that rewrites turns is refused."""
+        parts = [*self._parts, Part(self.renderer.controls.escape(turn), 0, True)]
+        _, tokens = self.advance(turn, 0, observation, last)
+        if len(self._parts) <= len(parts):
+            raise self._unstable(parts)
+        return tokens
 
     def add(self, turn: str, observation: Observation) -> None:
         """Note a turn of the policy and what was answered."""
@@ -82,28 +161,28 @@ class Conversation:
             task = [{**task[0], "content": f"{_text(tools)}\n\n{_text(task[0])}"}, *task[1:]]
         self.observations[0] = task
 
-    def _after(self, before: str, turn: str, whole: str) -> str:
-        """What the template puts after the turn. It may strip blanks around the turn, and nothing else."""
-        if not whole.startswith(before):
-            raise self._unstable(before, whole)
-        rest = whole[len(before) :]
-        for shown in (turn, turn.strip(), turn.lstrip(), turn.rstrip()):
-            if rest.startswith(shown):
-                return rest[len(shown) :]
-        raise self._unstable(turn, rest)
-
-    def _unstable(self, before: str, after: str) -> TemplateError:
-        at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+    def _unstable(self, parts: Sequence[Part]) -> TemplateError:
+        """Describe the first part that the template shows differently now."""
+        was, now = parts[len(self._parts) - 1].text, self._parts[-1].text
+        at = next((i for i, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
         return TemplateError(
-            f"the chat template of {self.renderer.name} is not prefix-stable: turn {len(self.turns)} was {before[at : at + 40]!r} "
-            f"where the whole conversation now reads {after[at : at + 40]!r}; use a template that keeps earlier turns as they are, "
-            "or environment.mode: step."
+            f"the chat template of {self.renderer.name} is not prefix-stable: it showed {was[at : at + 40]!r} where the conversation "
+            f"of {len(self.turns)} turns now reads {now[at : at + 40]!r}; give every turn as a row of its own."
         )
 
-    def _render(self) -> str:
+    def _stand_in(self) -> str:
+        whole = self._render([STAND_IN] * len(self.turns))
+        if STAND_IN not in whole:
+            raise TemplateError(
+                f"the chat template of {self.renderer.name} does not show earlier turns, so they cannot be shown as they were "
+                "sampled: set environment.earlier_turns: template."
+            )
+        return whole
+
+    def _render(self, turns: Sequence[str] | None = None) -> str:
         messages: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages += self._messages(0)
-        for turn, text in enumerate(self.turns):
+        for turn, text in enumerate(self.turns if turns is None else turns):
             messages += [{"role": "assistant", "content": text}, *self._messages(turn + 1)]
         return self.renderer.text(messages, self.tools)
 
@@ -120,12 +199,40 @@ def _as_user(result: Message) -> Message:
     return {"role": "user", "content": f"<tool_response>\n{_text(result)}\n</tool_response>"}
 
 
-def check_template(renderer: Renderer, *, chat: bool | None, system: str | None) -> None:
-    """Hold two turns of plain words, so that a template that rewrites earlier ones is told before anything is generated."""
-    trial = Conversation(renderer, "one", chat=chat, system=system)
-    trial.prompt()
-    for turn, observation in (("two", "three"), ("four", "five")):
-        trial.follow(turn, observation, None)
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
+LOOK = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
+SCHEMA = {"type": "function", "function": {"name": "look", "description": "Look at it.", "parameters": LOOK}}
+WORDS: list[tuple[str, Observation]] = [("two", "three"), ("four", "five")]
+THOUGHTS: list[tuple[str, Observation]] = [(f"<think>\n{turn}\n</think>\n\n{turn}", seen) for turn, seen in WORDS]
+CALLS: list[tuple[str, Observation]] = [
+    (f"<think>\ntwo\n</think>\n\n{CALL}", [{"role": "tool", "name": "look", "content": "three"}]),
+    ("<think>\nfour\n</think>\n\nfive", "six"),
+]
+SHOWN_TOOLS: Observation = [{"role": TOOLS, "content": "look", "tools": [SCHEMA]}, {"role": "user", "content": "one"}]
+
+
+def check_template(
+    renderer: Renderer, *, chat: bool | None, system: str | None, sampled: bool = False, tools: bool = False
+) -> bool:
+    """Hold conversations of plain words, of thoughts and of tool calls before anything is generated.
+
+    Returns whether the template rewrites earlier turns. One that refuses a conversation raises an error; that of tool calls
+    only if the environment has `tools`.
+    """
+
+    def rewrites(first: Observation, turns: Sequence[tuple[str, Observation]]) -> bool:
+        trial = Conversation(renderer, first, chat=chat, system=system, sampled=sampled)
+        seen, found = len(trial.prompt()), False
+        for turn, observation in turns:
+            kept, tokens = trial.advance(turn, 1, observation, None)
+            found = found or kept <= seen
+            seen = kept + len(tokens)
+        return found
+
+    found = [rewrites("one", WORDS), rewrites("one", THOUGHTS)]
+    with suppress(*(() if tools else (DataError,))):
+        found.append(rewrites(SHOWN_TOOLS, CALLS))
+    return any(found)
 
 
 def _text(message: Message) -> str:

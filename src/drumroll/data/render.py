@@ -5,17 +5,37 @@ Control tokens come from the template only: the same text within a content is en
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drumroll.data.controls import Controls
-from drumroll.errors import DataError, TemplateError
+from drumroll.errors import ConfigError, DataError, TemplateError, did_you_mean
 from drumroll.sample import Message
 
 Content = str | tuple[Message, ...]
 Tools = Sequence[dict[str, Any]] | None
 """OpenAI schemas."""
+OURS = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"}
+"""Variables of chat templates that no config sets."""
+GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""transformers' own tag, which plain jinja2 does not know."""
+
+
+def _first_uses(node: Any, nodes: Any) -> dict[str, str]:
+    """Return for every name of a parsed template whether it is first loaded or stored.
+
+    jinja2 counts names that are set in a branch as undeclared, too.
+    """
+    if isinstance(node, nodes.Name):
+        return {node.name: node.ctx}
+    inner = [node.node, node.target] if isinstance(node, nodes.Assign) else node.iter_child_nodes()
+    found: dict[str, str] = {}
+    for child in inner:
+        found = _first_uses(child, nodes) | found
+    return found
 
 
 class Renderer:
@@ -28,6 +48,37 @@ class Renderer:
         self.has_template = bool(template)
         self.controls = Controls(tokenizer)
         self.takes_tools = re.search(r"\btools\b", str(template or "")) is not None
+        self.arguments: dict[str, Any] = {}
+
+    def given(self, arguments: Mapping[str, Any], key: str) -> Renderer:
+        """Return a renderer whose chat template gets these arguments too; `key` is their place in the config."""
+        for name in arguments:
+            if name not in self.variables:
+                has = f"; it has {', '.join(self.variables)}" if self.variables else " and none that can be set"
+                what = "has no variable" if self.has_template else "does not exist, so it has no variable"
+                raise ConfigError(
+                    f"{key}: the chat template of {self.name} {what} '{name}'{has}.{did_you_mean(name, self.variables)}"
+                )
+        made = copy.copy(self)
+        made.arguments = {**self.arguments, **arguments}
+        return made
+
+    @functools.cached_property
+    def variables(self) -> list[str]:
+        """The variables of the chat template that a config can set, in alphabetical order."""
+        from jinja2 import Environment, TemplateSyntaxError, nodes
+        from jinja2.meta import find_undeclared_variables
+
+        template = getattr(self.tokenizer, "chat_template", None) or ""
+        environment, found = Environment(extensions=["jinja2.ext.loopcontrols"]), set[str]()
+        for text in template.values() if isinstance(template, Mapping) else [template]:
+            try:
+                parsed = environment.parse(GENERATION.sub("", text))
+                local = {name for name, context in _first_uses(parsed, nodes).items() if context != "load"}
+                found |= find_undeclared_variables(parsed) - local
+            except TemplateSyntaxError as error:
+                raise DataError(f"the chat template of {self.name} cannot be read: {error}.") from error
+        return sorted(found - OURS - set(self.tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
 
     def prompt(
         self, content: Content, *, chat: bool | None = None, system: str | None = None, tools: Tools = None
@@ -84,6 +135,7 @@ class Renderer:
                 tools=self.controls.escape(list(tools)) if tools else None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **self.arguments,
             )
         except Exception as error:
             raise DataError(f"the chat template of {self.name} refused a conversation: {error}.") from error

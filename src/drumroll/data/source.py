@@ -75,7 +75,7 @@ class RowCheck:
         args = config.environment_args
         if args is None:
             args = default.args if use == default.use else {}
-        return Scene(str(use), args, config.chat, config.system)
+        return Scene(str(use), args, config.chat, config.system, config.template)
 
     def _content(self, row: Row, number: int) -> tuple[Content | None, Row]:
         """The prompt of a row. A conversation that ends with the assistant's turn gives that turn as the completion."""
@@ -106,6 +106,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         self.check = RowCheck(self.name, self.config, self.required, self.environment)
+        self.renderer = self.renderer.given(self.config.template, f"{self.name}.template")
 
     def prompt(self, row: Row, number: int) -> Prompt:
         """One row as a prompt."""

@@ -9,6 +9,7 @@ can reproduce them. Random numbers are keyed by the request's seed and the token
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -17,7 +18,7 @@ from drumroll.config.engines import ENGINES, KEY, EngineTraits
 from drumroll.config.roles import LoraConfig, RolloutRole
 from drumroll.errors import ConfigError
 from drumroll.registry import import_path
-from drumroll.sample import StopReason, Version
+from drumroll.sample import Owner, StopReason, Trace, Version
 
 if TYPE_CHECKING:
     from drumroll.models.loading import LoadedModel
@@ -30,7 +31,10 @@ class EngineLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters. `temperature` 0 is greedy."""
+    """Sampling parameters. `temperature` 0 is greedy.
+
+    `max_thinking` is the longest thought in tokens; engines ignore it, `Continuation` keeps it.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -38,6 +42,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    max_thinking: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +61,27 @@ class Request:
 
 @dataclass(slots=True)
 class Completion:
-    """The tokens that the model wrote, each with its log-prob and the version of the weights that sampled it."""
+    """The tokens that the model wrote, each with its log-prob and the version of the weights that sampled it.
+
+    Tokens that were written for the model, to end a thought, have the log-prob 0.0 and the version -1.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)
     stop: StopReason = StopReason.LENGTH
+
+    def add_to(self, trace: Trace) -> None:
+        """Append the tokens to a trace: those of the model are the policy's, those written for it the environment's."""
+        start = 0
+        for sampled, run in itertools.groupby(self.versions, lambda version: version >= 0):
+            end = start + sum(1 for _ in run)
+            tokens = self.tokens[start:end]
+            if sampled:
+                trace.extend(tokens, Owner.POLICY, self.logprobs[start:end], self.versions[start:end])
+            else:
+                trace.extend(tokens, Owner.ENVIRONMENT)
+            start = end
 
 
 class Engine(Protocol):

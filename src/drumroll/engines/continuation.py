@@ -2,19 +2,36 @@
 
 The scheduler, evaluation, judges, the endpoint and `examples/loop.py` all generate through this. An interruption does
 not change the completion: random numbers are keyed by position, and stop strings are found across the interruption.
+
+A limited thought (`Sampling.max_thinking`) ends by its own closing tag, or after exactly so many tokens: then the request ends,
+and the next one continues after a closing tag that the model did not write.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from drumroll.engines import Completion, Request, Sampling
+from drumroll.errors import ConfigError
 from drumroll.sample import StopReason
 
 Send = Callable[[Request], Awaitable[Completion]]
 LOOKBACK = 4
 """Extra tokens, beyond the length of a stop string, in which engines look for it: a token may be less than a character."""
+OPENING, CLOSING = "<think>", "</think>"
+"""The tags around a thought."""
+
+
+def closing_tag(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens of the closing tag, as the tokenizer writes it."""
+    tokens = tokenizer.encode(CLOSING, add_special_tokens=False)
+    if tokenizer.decode(tokens).strip() != CLOSING:
+        name = getattr(tokenizer, "name_or_path", "") or "this model"
+        raise ConfigError(f"max_thinking_tokens: the tokenizer of {name} cannot write {CLOSING}; leave it out.")
+    return tuple(tokens)
 
 
 def give_up(error: Exception, tries: int) -> None:
@@ -35,6 +52,8 @@ class Continuation:
     seed: int
     spell: Callable[[list[int]], str]
     order: int = 0
+    closing: Sequence[int] = ()
+    """The tokens of the closing tag; needed only if thoughts are limited."""
     written: Completion = field(default_factory=Completion)
 
     @property
@@ -58,27 +77,66 @@ class Continuation:
         """
         tries = 0
         while not self.done:
+            inserted, most = self._room()
             try:
-                part = await send(self._request(tries, at_most))
+                part = await send(self._request(tries, inserted, most if at_most is None else min(most, at_most)))
             except Exception as error:
                 tries += 1
                 failed(error, tries)
                 continue
-            kept = self._add(part)
+            kept = self._add(part, inserted)
             if grown is not None:
                 await grown(kept)
         return self.written
 
-    def _request(self, tries: int, at_most: int | None) -> Request:
-        left = self.sampling.max_tokens - len(self.written.tokens)
-        sampling = replace(self.sampling, max_tokens=left if at_most is None else min(left, at_most))
-        tokens = (*self.prompt, *self.written.tokens)
+    def _room(self) -> tuple[Sequence[int], int]:
+        """Return the tokens to insert now, and how many the model may then write before this is decided again.
+
+        A function of the tokens written alone, so that interruptions change nothing: while no thought is open, one that
+        begins later cannot reach its limit within `limit` tokens.
+        """
+        left, limit = self.sampling.max_tokens - len(self.written.tokens), self.sampling.max_thinking
+        if limit is None:
+            return (), left
+        begin = self._open_thought()
+        room = limit if begin is None else limit - (len(self.written.tokens) - begin)
+        if room > 0:
+            return (), min(left, room)
+        if left <= len(self.closing):  # no answer would fit
+            return (), left
+        return self.closing, min(left - len(self.closing), limit)
+
+    def _open_thought(self) -> int | None:
+        """Return how many tokens were written when the thought that is open now began; None if none is open."""
+        tokens = self.written.tokens
+        text = self.spell(tokens)
+        closed = text.rfind(CLOSING)
+        if closed < 0 and self.spell(list(self.prompt[-len(OPENING) - LOOKBACK :])).rstrip().endswith(OPENING):
+            return 0
+        opened = text.find(OPENING, closed + 1)
+        if opened < 0:
+            return None
+        return bisect_left(range(len(tokens)), opened + len(OPENING), key=lambda count: len(self.spell(tokens[:count])))
+
+    def _request(self, tries: int, inserted: Sequence[int], most: int) -> Request:
+        tokens = (*self.prompt, *self.written.tokens, *inserted)
+        sampling = replace(self.sampling, max_tokens=most)
         return Request(f"{self.name}#{tries}.{len(tokens)}", tokens, sampling, self.seed, self.order)
 
-    def _add(self, part: Completion) -> Completion:
-        """Append a request's tokens, up to the end of a stop string that began before them; return the tokens kept."""
+    def _add(self, part: Completion, inserted: Sequence[int]) -> Completion:
+        """Append a request's tokens, up to the end of a stop string that began before them; return the tokens kept.
+
+        Inserted tokens count only if the model wrote after them: a context may have no room for them.
+        """
+        if part.tokens and inserted:
+            part = Completion(
+                [*inserted, *part.tokens],
+                [*[0.0] * len(inserted), *part.logprobs],
+                [*[-1] * len(inserted), *part.versions],
+                part.stop,
+            )
         before = self.written.tokens
-        end = self._stop_end(before, part)
+        end = self._stop_end(before, part, len(inserted))
         stop = part.stop if end is None else StopReason.STOP_STRING
         if stop is StopReason.ABORTED and len(before) + len(part.tokens) >= self.sampling.max_tokens:
             stop = StopReason.LENGTH
@@ -89,17 +147,17 @@ class Continuation:
         self.written.stop = stop
         return kept
 
-    def _stop_end(self, before: list[int], part: Completion) -> int | None:
-        """Return how many of the new tokens complete a stop string that began before them, or None.
+    def _stop_end(self, before: list[int], part: Completion, inserted: int) -> int | None:
+        """Return how many of the new tokens complete a stop string that began before the engine's own, or None.
 
-        The engine cannot find such a string, because it sees only the new tokens.
+        The engine cannot find such a string, because it sees only the tokens that it wrote.
         """
         if not before or not self.sampling.stop:
             return None
         window = max(len(stop) for stop in self.sampling.stop) + LOOKBACK
         tokens, old = before[-window:] + part.tokens, min(len(before), window)
         last = len(part.tokens) - (part.stop is StopReason.EOS)  # end of text takes precedence, as in engines
-        for end in range(1, min(window - 1, last) + 1):
+        for end in range(1, min(window - 1 + inserted, last) + 1):
             text = self.spell(tokens[max(0, old + end - window) : old + end])
             if any(stop in text for stop in self.sampling.stop):
                 return end

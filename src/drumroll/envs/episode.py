@@ -21,7 +21,8 @@ SPLITS = ("train", "held_out")
 STYLES = ("compact", "words")
 TRIES = 10_000
 
-THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL | re.IGNORECASE)
+THOUGHT = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL | re.IGNORECASE)
+"""A thought. The chat template may have opened the first one, so that the turn holds only its end."""
 ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 
 

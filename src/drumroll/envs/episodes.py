@@ -18,6 +18,7 @@ from drumroll.data.conversation import Conversation, check_template
 from drumroll.data.render import Renderer
 from drumroll.engines import Sampling
 from drumroll.envs import Observation, Step
+from drumroll.envs.adapters import has_tools
 from drumroll.envs.executors import Executor, Executors
 from drumroll.envs.runner import agent_path, find
 from drumroll.errors import being_cancelled, user_frames
@@ -28,6 +29,10 @@ from drumroll.rewards import Pool
 from drumroll.sample import ENVIRONMENT, Failure, Owner, Sample, Scene, StopReason, Trace, Turn, episode_seed
 
 T = TypeVar("T")
+REWRITES = (
+    "the chat template of {} rewrites earlier turns (for example drops their thoughts): where it does, an episode continues in a "
+    "further trace; environment.earlier_turns: sampled shows them as they were sampled, in one trace."
+)
 
 
 class Agents(Protocol):
@@ -58,7 +63,7 @@ class Episodes:
         self.decode = decode
         self.context = context
         self.executors = Executors(config, open_pool)
-        self._stable: set[tuple[bool | None, str | None]] = set()
+        self._checked: set[str] = set()
         self._open_agents = open_agents
         self._notify = notify
         self._late: set[str] = set()
@@ -80,10 +85,18 @@ class Episodes:
         seed = episode_seed(self.seed, stream, sample.draw) if own is None else int(own)
         if agent_path(scene.use) is not None:
             return self.agents.open(sample, seed, stream, sampling)
-        if self.config.mode == "trajectory" and (scene.chat, scene.system) not in self._stable:
-            check_template(self.renderer, chat=scene.chat, system=scene.system)
-            self._stable.add((scene.chat, scene.system))
+        self._check_template(scene)
         return Episode(self, sample, scene, seed, self.executors.open(scene))
+
+    def _check_template(self, scene: Scene) -> None:
+        """Try the chat template on conversations before the first episode of a kind; report once what it rewrites."""
+        kind = repr((scene.chat, scene.system, scene.template, tools := has_tools(scene.use)))
+        if self.config.mode == "step" or kind in self._checked:
+            return
+        self._checked.add(kind)
+        renderer, sampled = self.renderer.given(scene.template, "template"), self.config.earlier_turns == "sampled"
+        if check_template(renderer, chat=scene.chat, system=scene.system, sampled=sampled, tools=tools):
+            self._notify(REWRITES.format(renderer.name))
 
     @property
     def agents(self) -> Agents:
@@ -113,7 +126,7 @@ class Episode:
         self.episodes = episodes
         self.config = episodes.config
         self.context = episodes.context
-        self.renderer = episodes.renderer
+        self.renderer = episodes.renderer.given(scene.template, "template")
         self.decode = episodes.decode
         self.sample = sample
         self.scene = scene
@@ -132,7 +145,8 @@ class Episode:
             "reset", config.reset_timeout, self.executor.reset(self.seed, self.sample.prompt.columns, config.reset_timeout)
         )
         self._state = digest(first)
-        self._conversation = Conversation(self.renderer, first, chat=scene.chat, system=scene.system)
+        sampled = config.earlier_turns == "sampled"
+        self._conversation = Conversation(self.renderer, first, chat=scene.chat, system=scene.system, sampled=sampled)
         return self._show(self._conversation.prompt())
 
     async def answer(self) -> bool:
@@ -200,15 +214,17 @@ class Episode:
         return StopReason.TURNS if len(self.sample.turns) >= self.config.max_turns else None
 
     def _next(self, text: str, observation: Observation, written: list[int]) -> bool:
-        """Show an observation: appended to the trace, or, in step mode, in a new trace."""
+        """Show an observation: appended to the trace, or in a new trace, in step mode and where earlier turns are rewritten."""
         conversation = self._conversation
         assert conversation is not None
         if self.config.mode == "step":
             conversation.add(text, observation)
             return self._show(conversation.window(self.config.history, keep_first=self.config.keep_first))
         last = written[-1] if written and self.sample.stop is StopReason.EOS else None
-        tokens = conversation.follow(text, observation, last)
+        kept, tokens = conversation.advance(text, len(written), observation, last)
         trace = self.sample.traces[-1]
+        if kept < len(trace.tokens):
+            return self._show([*trace.tokens[:kept], *tokens])
         if len(trace.tokens) + len(tokens) >= self.context:
             return self._end(StopReason.CONTEXT)
         trace.extend(tokens, Owner.ENVIRONMENT)

@@ -31,7 +31,7 @@ async def train(session: Session, config: RLConfig, rollouts: Rollouts) -> None:
                 groups = await rollouts.take(config.rollout.prompts)
             if not groups:
                 break
-            metrics = describe(groups, rollouts.version)
+            metrics = describe(groups, rollouts.version, thoughts=config.rollout.limits_thoughts)
             metrics |= rollouts.stats.metrics(stable=config.deterministic) | rollouts.source.metrics()
 
             async with workers.training():  # devices shared with generation are given over

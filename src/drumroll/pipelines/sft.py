@@ -14,6 +14,7 @@ from drumroll import stages
 from drumroll.algorithms.aggregations import token_mean
 from drumroll.algorithms.losses import SFTLoss
 from drumroll.batch import Batch, pack
+from drumroll.components import open_renderer
 from drumroll.config import SFTConfig
 from drumroll.data.render import Renderer
 from drumroll.data.source import PromptSource
@@ -86,7 +87,7 @@ class Demonstrations:
 
 def open_demonstrations(config: SFTConfig, workers: Workers) -> Demonstrations:
     """The rows to imitate."""
-    return Demonstrations(config, Renderer(workers.tokenizer), lambda text: workers.notify(text))
+    return Demonstrations(config, open_renderer(config, workers), lambda text: workers.notify(text))
 
 
 async def train(session: Session, config: SFTConfig, demonstrations: Demonstrations) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 
 from drumroll.config.environment import NONE, EnvironmentConfig
@@ -72,6 +72,7 @@ class Evaluator:
         rollout: RolloutConfig,
         episodes: Episodes | None = None,
         spell: Decode | None = None,
+        closing: Sequence[int] = (),
     ) -> None:
         self.config = config
         self.sets = sets
@@ -79,6 +80,7 @@ class Evaluator:
         self.scorer = scorer
         self.decode = decode
         self.spell = spell or decode  # includes special tokens, for finding stop strings
+        self.closing = closing  # the closing tag of thoughts
         self.seed = seed
         self.rollout = rollout
         self.episodes = episodes
@@ -90,12 +92,16 @@ class Evaluator:
         for each in self.sets:
             config = each.config
             longest, stop = config.max_tokens or self.rollout.max_tokens, tuple(self.rollout.stop)
-            own = Sampling(config.temperature, longest, stop, config.top_p, config.top_k, config.min_p)
+            thinking = config.max_thinking_tokens or self.rollout.max_thinking_tokens
+            own = Sampling(config.temperature, longest, stop, config.top_p, config.top_k, config.min_p, thinking)
             found = await self._measure(each, own, config.samples, f"eval/{each.name}/{step}")
             metrics |= self._metrics(f"eval/{each.name}", found, config.samples)
+            if thinking is not None:
+                metrics[f"eval/{each.name}/thoughts_cut"] = sum(s.thought_was_cut() for s in found) / len(found)
             samples += found
             if config.sampled:
-                sampled = await self._measure(each, Sampling(1.0, longest, stop), config.sampled, f"sampled/{each.name}/{step}")
+                plain = Sampling(1.0, longest, stop, max_thinking=thinking)
+                sampled = await self._measure(each, plain, config.sampled, f"sampled/{each.name}/{step}")
                 metrics |= self._metrics(f"eval/{each.name}/sampled", sampled, config.sampled)
         return metrics, samples
 
@@ -128,7 +134,7 @@ class Evaluator:
             trace.extend(list(sample.prompt.tokens), Owner.PROMPT)
             sample.traces = [trace]
             await self._turn(sample, sampling, count, stream)
-            sample.completion = self.decode(trace.policy_tokens())
+            sample.completion = self.decode(trace.tokens[len(sample.prompt.tokens) :])
             return
         try:
             has_next_turn = await episode.begin()
@@ -156,9 +162,9 @@ class Evaluator:
             if self.router.hopeless is not None:
                 raise NoEngines(f"the evaluation cannot go on: {self.router.hopeless}") from None
 
-        turn = Continuation(name, tuple(trace.tokens), sampling, seed, self.spell, order)
+        turn = Continuation(name, tuple(trace.tokens), sampling, seed, self.spell, order, self.closing)
         done = await turn.run(send, failed=failed)
-        trace.extend(done.tokens, Owner.POLICY, done.logprobs, done.versions)
+        done.add_to(trace)
         sample.stop = done.stop
 
     def _metrics(self, name: str, samples: list[Sample], count: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ nothing of its group's fate, of batches or of admission: the scheduler starts it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -46,6 +46,7 @@ class SampleRunner:
         stats: RunningStats,
         *,
         greedy: bool,
+        closing: Sequence[int] = (),
     ) -> None:
         self.config = config
         self.seed = seed
@@ -53,6 +54,7 @@ class SampleRunner:
         self.scorer = scorer
         self.decode = decode
         self.spell = spell  # with special tokens, in which stop strings are looked for
+        self.closing = closing  # the closing tag of thoughts
         self.episodes = episodes
         self.stats = stats
         self.greedy = greedy
@@ -78,7 +80,7 @@ class SampleRunner:
             trace.extend(list(sample.prompt.tokens), Owner.PROMPT)
             sample.traces = [trace]
             await self._generate(sample, sampling)
-            sample.completion = self.decode(trace.policy_tokens())
+            sample.completion = self.decode(trace.tokens[len(sample.prompt.tokens) :])
             return
         try:
             has_next_turn = await self._act(sample, episode.begin)
@@ -96,7 +98,7 @@ class SampleRunner:
         seed = sample_seed(self.seed, f"train/{number}" if number else "train", sample.draw, sample.index)
         order = sample.draw * (self.config.most_samples + self.greedy) + sample.index + self.greedy
         how = replace(sampling, temperature=0.0) if sample.index == GREEDY else sampling
-        turn = Continuation(f"{sample.id}#{number}", tuple(trace.tokens), how, seed, self.spell, order)
+        turn = Continuation(f"{sample.id}#{number}", tuple(trace.tokens), how, seed, self.spell, order, self.closing)
         limit = self.config.generation_timeout
 
         def send(request: Request) -> Awaitable[Completion]:
@@ -109,7 +111,7 @@ class SampleRunner:
             self._move(sample, State.QUEUED)
 
         async def grown(part: Completion) -> None:
-            trace.extend(part.tokens, Owner.POLICY, part.logprobs, part.versions)
+            part.add_to(trace)
             sample.stop = part.stop
             if not turn.done:
                 self._move(sample, State.QUEUED)

@@ -52,7 +52,8 @@ class SamplingPlan:
     @classmethod
     def of(cls, config: RolloutConfig) -> SamplingPlan:
         found = find_filter(config.filter, config.filter_args) if config.filter else None
-        return cls(config.samples, Sampling(config.temperature, config.max_tokens, tuple(config.stop)), found)
+        sampling = Sampling(config.temperature, config.max_tokens, tuple(config.stop), max_thinking=config.max_thinking_tokens)
+        return cls(config.samples, sampling, found)
 
 
 @dataclass(eq=False)
@@ -83,6 +84,7 @@ class Rollouts:
         spell: Decode | None = None,
         episodes: OpenEpisode = answered_once,
         greedy: bool = False,
+        closing: Sequence[int] = (),
         listeners: Sequence[Listener] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -95,7 +97,7 @@ class Rollouts:
         self._running = running = RunningStats()  # since its batch was taken
         self._transitions = moves = Transitions(listeners, clock)
         self._runner = SampleRunner(
-            config, seed, router, scorer, decode, spell or decode, episodes, moves, running, greedy=greedy
+            config, seed, router, scorer, decode, spell or decode, episodes, moves, running, greedy=greedy, closing=closing
         )
         self._common = SamplingPlan.of(config)
         self._plans = {domain: SamplingPlan.of(config.of(domain)) for domain in config.domains}

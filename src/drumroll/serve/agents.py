@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -69,7 +70,7 @@ class Agents:
         if sampling is None:
             own = self.rollout.of(sample.prompt.domain)
             temperature = 0.0 if sample.index == GREEDY else own.temperature
-            sampling = Sampling(temperature, own.max_tokens, tuple(own.stop))
+            sampling = Sampling(temperature, own.max_tokens, tuple(own.stop), max_thinking=own.max_thinking_tokens)
         return AgentEpisode(self, sample, seed, stream, sampling)
 
     def report_late(self, sample: Sample, failure: Failure) -> None:
@@ -186,22 +187,24 @@ class AgentEpisode:
 
     def _caller(self, meter: Meter) -> Caller:
         """Make the caller of this sample. The time that its calls wait and take does not count against the agent."""
-        agents, sample = self.agents, self.sample
+        agents, sample, served = self.agents, self.sample, self.agents.served
+        served = replace(served, renderer=served.renderer.given(self.scene.template, "template"))
         order = sample.draw * (agents.rollout.most_samples + 1) + sample.index + 1
         client = EngineClient(
             meter.unbilled(agents.router.generate),
-            agents.served.spell,
+            served.spell,
             (sample.draw, sample.attempt),
             order,
             agents.rollout.generation_timeout,
             agents.rollout.retries,
+            served.closing,
         )
 
         def seed(number: int, index: int, asked: int | None) -> int:
             return sample_seed(agents.seed, f"agent/{self.stream}/{number}", sample.draw, sample.index)
 
         name, turns = f"{self.stream}/{sample.id}", agents.config.max_turns
-        return Caller(name, agents.served, client, self.sampling, seed, fixed=True, turns=turns)
+        return Caller(name, served, client, self.sampling, seed, fixed=True, turns=turns)
 
     async def _call(self, base_url: str) -> Any:
         agents = self.agents

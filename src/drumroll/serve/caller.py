@@ -13,7 +13,7 @@ from drumroll.engines import Completion, Sampling
 from drumroll.errors import DataError
 from drumroll.sample import Message, StopReason
 from drumroll.serve import tools
-from drumroll.serve.chat import following, marks, whole
+from drumroll.serve.chat import Added, marks, place
 from drumroll.serve.protocol import Body, Refused
 from drumroll.serve.traces import Call, Calls
 from drumroll.serve.writing import EngineClient
@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 @dataclass
 class Served:
-    """The served model: its name, renderer and decoder, and its context size in tokens."""
+    """The served model: its name, renderer and decoder, and its context size in tokens.
+
+    `sampled` shows earlier turns as they were sampled, whatever the template does; `closing` is the closing tag of thoughts.
+    """
 
     name: str
     renderer: Renderer
@@ -32,6 +35,8 @@ class Served:
     notify: Callable[[str], None] = lambda text: None
     recorded: Callable[[Caller, Call, list[Message]], None] = lambda caller, call, messages: None
     told: set[str] = field(default_factory=set)
+    sampled: bool = False
+    closing: Sequence[int] = ()
 
     def spell(self, tokens: list[int]) -> str:
         """Decode tokens including special tokens, for finding stop strings."""
@@ -47,12 +52,11 @@ class Served:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A checked request: the call that it continues, the tokens that it adds, and its sampling parameters."""
+    """A checked request: the call that it continues, what it adds, all its tokens, and its sampling parameters."""
 
     messages: list[Message]
     tools: list[Any]
-    parent: Call | None
-    added: list[int]
+    added: Added
     tokens: list[int]
     sampling: Sampling
     body: Body
@@ -107,8 +111,8 @@ class Caller:
         if self.turns is not None and self._begun + body.n > self.turns:
             raise Refused(400, f"this sample has had its {self.turns} completions (environment.max_turns).", code=TURNS)
         messages, sampling = body.conversation(), self._sampling(body)
-        parent, added = self._place(messages, shown)
-        tokens = [*(() if parent is None else parent.after()), *added]
+        added = self._place(messages, shown)
+        tokens = [*(() if added.parent is None else added.parent.after()), *added.tokens]
         if not tokens:
             raise Refused(400, "the messages are empty.", param="messages")
         if len(tokens) >= self.served.context:
@@ -120,7 +124,7 @@ class Caller:
             )
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, self.served.context - len(tokens)))
         first, self._begun = self._begun, self._begun + body.n
-        return ChatRequest(messages, shown, parent, added, tokens, sampling, body, first)
+        return ChatRequest(messages, shown, added, tokens, sampling, body, first)
 
     async def answer(
         self, asked: ChatRequest, received: Callable[[int, Completion], Awaitable[None]] | None = None
@@ -193,16 +197,11 @@ class Caller:
             chosen["top_k"] = max(0, chosen["top_k"])
         return replace(sampling, **chosen)
 
-    def _place(self, messages: list[Message], shown: list[Any]) -> tuple[Call | None, list[int]]:
-        """Return the call that a conversation continues and the tokens after it; or None and all tokens."""
-        renderer = self.served.renderer
+    def _place(self, messages: list[Message], shown: list[Any]) -> Added:
+        """Return the call that a conversation continues and what it adds to it."""
         try:
-            parent, covered = self.calls.find(marks(messages, shown))
-            if parent is not None:
-                added = following(renderer, messages, shown, covered, parent.written)
-                if added is not None:
-                    return parent, added
-            return None, whole(renderer, messages, shown)
+            earlier = self.calls.along(marks(messages, shown))
+            return place(self.served.renderer, messages, shown, earlier, sampled=self.served.sampled)
         except DataError as error:
             raise Refused(400, str(error), param="messages") from None
 
@@ -221,7 +220,8 @@ class Caller:
                     name = f"call_{asked.first + index}_{i}"
                     message["tool_calls"].append({"id": name, "type": "function", "function": function})
         conversation = [*asked.messages, message]
-        call = self.calls.add(asked.parent, asked.added, written, marks(conversation, asked.tools))
+        parent, shown, added = asked.added
+        call = self.calls.add(parent, added, written, marks(conversation, asked.tools), shown, text)
         self.served.recorded(self, call, conversation)
         return Choice(message, written)
 

@@ -1,17 +1,15 @@
-"""Renders conversations of the OpenAI protocol as tokens: a whole one, or the part after a completion that stays as sampled."""
+"""Renders conversations of the OpenAI protocol as tokens: those that a conversation adds to the earlier calls of its sample."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from drumroll.data.conversation import STAND_IN, grow
 from drumroll.data.render import Renderer
-from drumroll.engines import Completion
-from drumroll.sample import Message, StopReason
-
-SENTINEL = "completion-as-sampled-0f7c2"
-"""Stands for the completion while a template is applied, to find what the template adds after it."""
+from drumroll.sample import Message
+from drumroll.serve.traces import Call
 
 
 def marks(messages: Sequence[Message], tools: Sequence[Any]) -> list[str]:
@@ -39,35 +37,41 @@ def plain(message: Message) -> Message:
     return found | {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
 
 
-def whole(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-    """Return the tokens of a conversation up to where the model writes; without a chat template, its texts joined."""
-    if not renderer.has_template:
-        return list(renderer.prompt("".join(m["content"] for m in messages), chat=False))
-    return renderer.controls.rendered(renderer.text([plain(m) for m in messages], tools))
+class Added(NamedTuple):
+    """The call that a conversation continues, and what it adds: text, as the template writes it, and tokens."""
+
+    parent: Call | None
+    text: str
+    tokens: list[int]
 
 
-def following(
-    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any], covered: int, written: Completion
-) -> list[int] | None:
-    """Return the tokens between a completion, the last of the `covered` messages, and the next one.
+def place(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any], earlier: Sequence[Call], *, sampled: bool = False
+) -> Added:
+    """Place a conversation among the `earlier` calls that it begins with, the longest last.
 
-    Returns None if the template does not keep the completion: a template that shows earlier turns differently (for
-    example without their thoughts) needs a new trace.
+    It continues the last of them as far as the chat template keeps its tokens: a template that shows earlier turns
+    differently (for example without their thoughts) departs before the first of these, unless they are to be shown as they
+    were `sampled`. The template gets a turn as the text that the model wrote.
     """
+    path = earlier[-1].path() if earlier else []
     if not renderer.has_template:
-        return renderer.encode("".join(m["content"] for m in messages[covered:]))
-    turns = [plain(m) for m in messages]
-    said = turns[covered - 1]
-    before, now = renderer.text(turns[: covered - 1], tools), renderer.text(turns, tools)
-    content = renderer.controls.escape(said["content"].strip())
-    kept = now.startswith(before) and now[len(before) :].lstrip().startswith(content)
-    stand_in: list[Message] = [*turns[: covered - 1], {"role": said["role"], "content": SENTINEL}, *turns[covered:]]
-    shown, found, rest = renderer.text(stand_in, tools).partition(SENTINEL)
-    if not (kept and found and shown == before and SENTINEL not in rest):
-        return None
-    tokens = renderer.controls.rendered(rest)
-    ended = written.tokens[-1] if written.stop is StopReason.EOS else None
-    return tokens[1:] if tokens and tokens[0] == ended else tokens  # the model ended its turn itself
+        rest = "".join(m["content"] for m in messages[path[-1].place + 1 if path else 0 :])
+        return Added(path[-1], "", renderer.encode(rest)) if path else Added(None, "", list(renderer.prompt(rest, chat=False)))
+    texts = {call.place: call.text for call in (*earlier, *path)}
+
+    def rendered(texts: dict[int, str]) -> str:
+        said = ({"role": "assistant", "content": texts[i]} if i in texts else plain(m) for i, m in enumerate(messages))
+        return renderer.text(list(said), tools)
+
+    parts = path[-1].parts(renderer.controls) if path else []
+    stand_in = (lambda: rendered(dict.fromkeys(texts, STAND_IN))) if sampled else None
+    now, tokens = grow(renderer.controls, parts, rendered(texts), stand_in)
+    kept, rest = divmod(len(now) - 1, 2)
+    parent, text = path[kept - 1] if kept else None, now[-1].text
+    if rest:  # the template keeps what stands before a turn, but not the turn
+        return Added(parent, path[kept].shown + text, [*path[kept].added, *tokens])
+    return Added(parent, text, tokens)
 
 
 def _data(arguments: Any) -> Any:

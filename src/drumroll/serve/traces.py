@@ -1,7 +1,7 @@
 """The calls of one sample as a tree of tokens, and the linear traces made from it.
 
 A call that extends an earlier one continues its tokens, exactly as they were sampled. A fork shares the tokens before
-it; a conversation that was rewritten starts a new root. Plain data: nothing is rendered, tokenised or sent here.
+it, also where a chat template rewrites an earlier turn. Plain data: nothing is rendered, tokenised or sent here.
 """
 
 from __future__ import annotations
@@ -10,18 +10,27 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from drumroll.data.controls import Controls
+from drumroll.data.conversation import Part
 from drumroll.engines import Completion
-from drumroll.sample import Owner, Trace, Turn
+from drumroll.sample import Owner, StopReason, Trace, Turn
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One completion: the call it continues, the tokens added since then, and the tokens that the model wrote."""
+    """One completion: the call it continues, the tokens added since then, and the tokens that the model wrote.
+
+    `place` is the number of messages before the written one. `shown` is the text of the tokens added, escaped; `text` is
+    the written message.
+    """
 
     number: int
     parent: Call | None
     added: tuple[int, ...]
     written: Completion
+    place: int = 0
+    shown: str = ""
+    text: str = ""
 
     def path(self) -> list[Call]:
         """Return the calls from the first to this one."""
@@ -31,6 +40,15 @@ class Call:
             path.append(call)
             call = call.parent
         return path[::-1]
+
+    def parts(self, controls: Controls) -> list[Part]:
+        """Return the parts of the trace up to and including this completion: two for each call."""
+        found: list[Part] = []
+        for call in self.path():
+            tokens = call.written.tokens
+            last = tokens[-1] if call.written.stop is StopReason.EOS else None
+            found += [Part(call.shown, len(call.added)), Part(controls.escape(call.text), len(tokens), True, last)]
+        return found
 
     def seen(self) -> list[int]:
         """Return the tokens that the engine read: all tokens before those it wrote."""
@@ -51,17 +69,22 @@ class Calls:
         self.all: list[Call] = []
         self._by_conversation: dict[bytes, Call] = {}
 
-    def find(self, marks: Sequence[str]) -> tuple[Call | None, int]:
-        """Return the call whose conversation is the longest prefix of this one, and how many marks it covers."""
-        names = _names(marks)
-        for length in range(len(marks), 0, -1):
-            if (call := self._by_conversation.get(names[length - 1])) is not None:
-                return call, length
-        return None, 0
+    def along(self, marks: Sequence[str]) -> list[Call]:
+        """Return the calls whose conversations are prefixes of this one, the longest last."""
+        found = (self._by_conversation.get(name) for name in _names(marks))
+        return [call for call in found if call is not None]
 
-    def add(self, parent: Call | None, added: Sequence[int], written: Completion, marks: Sequence[str]) -> Call:
+    def add(
+        self,
+        parent: Call | None,
+        added: Sequence[int],
+        written: Completion,
+        marks: Sequence[str],
+        shown: str = "",
+        text: str = "",
+    ) -> Call:
         """Record a call; `marks` identify the conversation including the written message."""
-        call = Call(len(self.all), parent, tuple(added), written)
+        call = Call(len(self.all), parent, tuple(added), written, len(marks) - 1, shown, text)
         self.all.append(call)
         self._by_conversation[_names(marks)[-1]] = call
         return call
@@ -86,7 +109,7 @@ class Calls:
                     continue
                 start, written = len(trace.tokens), call.written
                 state = hashlib.sha256(repr(trace.tokens).encode()).hexdigest()[:16]
-                trace.extend(list(written.tokens), Owner.POLICY, list(written.logprobs), list(written.versions))
+                written.add_to(trace)
                 turns[call.number] = Turn(len(traces), start, len(trace.tokens), state)
             traces.append(trace)
         return traces, [turns[call.number] for call in self.all]

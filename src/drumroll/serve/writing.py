@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from drumroll.engines import Completion, EngineLost, Request, Sampling
@@ -25,6 +25,7 @@ class EngineClient:
     order: int = 0
     seconds: float = 600.0
     retries: int = 2
+    closing: Sequence[int] = ()
 
     async def write(
         self, name: str, tokens: list[int], sampling: Sampling, seed: int, received: Received | None = None
@@ -33,7 +34,7 @@ class EngineClient:
 
         With `received` it is generated in slices and passed on after each; the tokens are the same.
         """
-        text = Continuation(name, tokens, sampling, seed, self.spell, self.order)
+        text = Continuation(name, tokens, sampling, seed, self.spell, self.order, self.closing)
 
         def send(request: Request) -> Awaitable[Completion]:
             return self.generate(request, self.key, self.order, self.seconds, lambda: None)

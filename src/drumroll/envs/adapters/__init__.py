@@ -38,6 +38,14 @@ ADAPTERS = {
 OWN_CODE = ("tools", "trl")
 """Adapters whose name is `module:name`. With only one colon, the prefix is a module of the user's."""
 
+WITH_TOOLS = ("tools", "trl", "mcp")
+"""Adapters whose environments show tools to the policy."""
+
+
+def has_tools(use: str) -> bool:
+    """Return whether a name refers to an adapter that shows tools."""
+    return adapter_of(use) is not None and use.partition(":")[0] in WITH_TOOLS
+
 
 def adapter_of(use: str) -> Adapter | None:
     """Return the adapter that a name refers to, or None."""
