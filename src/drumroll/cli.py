@@ -370,18 +370,28 @@ def status(run_path: str) -> None:
 
 @run.command()
 @click.argument("run_path", metavar="RUN")
-@click.option("--step", type=int, help="Only samples of this step. Default: the last one recorded.")
+@click.option("--step", type=int, help="Only samples of this step. Default: the newest with some.")
 @click.option("--kind", type=click.Choice(["train", "eval"]), default=None, help="Only training or evaluation samples.")
 @click.option("--domain", help="Only samples of this domain.")
+@click.option("--where", metavar="CONDITION", help="An SQL condition, such as \"reward < 0.5 and rewards ->> 'format' = 1\".")
 @click.option("--limit", default=20, show_default=True, help="How many to show.")
-def samples(run_path: str, step: int | None, kind: str | None, domain: str | None, limit: int) -> None:
-    """Show samples: prompt, completion, reward, stop reason, fate."""
+@click.option("--full", is_flag=True, help="Show whole texts, one sample under another.")
+@click.option("--json", "as_data", is_flag=True, help="Print one JSON object per sample.")
+def samples(run_path: str, full: bool, as_data: bool, **chosen: Any) -> None:
+    """Show samples: dialogue, gold answer, reward and its parts, stop reason, fate."""
     from rich.console import Console
 
-    from drumroll.observe.samples import sample_table
+    from drumroll.observe.samples import find_samples, full_samples, json_lines, sample_table
     from drumroll.runfiles.reader import RunReader
 
-    Console().print(sample_table(RunReader.open(run_path), step, kind, domain, limit))
+    opened = RunReader.open(run_path)
+    found = find_samples(opened, **chosen)
+    if as_data:
+        for line in json_lines(found):
+            click.echo(line)
+        return
+    for shown in full_samples(found) if full else [sample_table(opened, found)]:
+        Console().print(shown)
 
 
 @run.command()

@@ -205,7 +205,7 @@ def test_chat_prompts_read_as_a_conversation(tmp_path):
     )
     run.write_rollouts("train", 1, [sample(content=chat), sample(index=1, content="[1, 2]"), sample(index=2, content="{}")])
     html = unescape(html_of(run))
-    for text in ("[system] Be brief.", "[user] Wie heißt das?", "[user] [1]", ">[1, 2]<", ">{}<"):
+    for text in ("<b>system</b> Be brief.", "<b>user</b> Wie heißt das?", "<b>user</b> [1]", ">[1, 2]<", ">{}<"):
         assert text in html
 
 
