@@ -346,6 +346,25 @@ def check_machine(as_data: bool) -> None:
         Console().print(table)
 
 
+@cli.command()
+@click.argument("folder", default="runs", metavar="[DIR]", type=click.Path(path_type=Path))
+@click.option("--json", "as_data", is_flag=True, help="Print one JSON object per run.")
+def runs(folder: Path, as_data: bool) -> None:
+    """List the runs in a folder: state (running, finished, interrupted, failed), step, result, age."""
+    import json
+
+    from rich.console import Console
+
+    from drumroll.observe.runs import list_runs, runs_table
+
+    found = list_runs(folder)
+    if as_data:
+        for line in found:
+            click.echo(json.dumps(line))
+        return
+    Console().print(runs_table(found, folder))
+
+
 @cli.group()
 def run() -> None:
     """Look at an existing run."""
@@ -354,18 +373,37 @@ def run() -> None:
 @run.command()
 @click.argument("run_path", metavar="RUN")
 def status(run_path: str) -> None:
-    """How far a run is, and its newest numbers."""
+    """How far a run is, its newest numbers, and which step its model is."""
     from drumroll.observe.progress import headline
+    from drumroll.observe.runs import model_text, state_of
     from drumroll.runfiles.reader import RunReader
 
     opened = RunReader.open(run_path)
     lines, saved = opened.metrics, opened.checkpoints.steps()
-    step = int(lines[-1]["step"]) if lines else 0
-    state = "finished" if opened.summary else "unfinished"
-    steps = opened.settings.get("steps", "?")
-    click.echo(f"{opened.path}: {state}, step {step} of {steps}, checkpoints at {saved or 'none'}")
+    step, state = int(lines[-1]["step"]) if lines else 0, state_of(opened)
+    why = f" ({opened.outcome['error']})" if state == "failed" else ""
+    click.echo(
+        f"{opened.path}: {state}, step {step} of {opened.settings.get('steps', '?')}, checkpoints at {saved or 'none'}{why}"
+    )
+    click.echo(f"  {'model':<32} {model_text(opened)}")
     for name, value in headline(lines[-1]) if lines else ():
         click.echo(f"  {name:<32} {value}")
+
+
+@run.command()
+@click.argument("run_path", metavar="RUN")
+@click.option("--step", default="best", show_default=True, help="Of which step: best, last, or the number of a checkpoint.")
+@click.option("--to", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where to write it.")
+@click.option("--merge-lora", is_flag=True, help="Add LoRA adapters to the weights. Default: write the adapters alone.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Type of the weights. Default: the run's.")
+@click.option("--overwrite", is_flag=True, help="Replace a model in DIR.")
+def export(run_path: str, step: str, to: Path, merge_lora: bool, dtype: str | None, overwrite: bool) -> None:
+    """Write the model of a checkpoint as a Hugging Face directory with a model card."""
+    from drumroll.exporting import export as write
+    from drumroll.runfiles.reader import RunReader
+
+    number = write(RunReader.open(run_path), to, step=step, merge_lora=merge_lora, dtype=dtype, overwrite=overwrite)
+    click.echo(f"{to}: the model of step {number}")
 
 
 @run.command()

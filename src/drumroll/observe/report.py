@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from drumroll.observe.failures import FailureCause, by_cause
+from drumroll.observe.runs import model_text, setting
 from drumroll.observe.samples import CONTROLS, RECORDED, Row, gold_text, rewards_text, with_dialogues
 from drumroll.runfiles.durable import write_text
 from drumroll.runfiles.format import REPORT
@@ -86,7 +87,7 @@ def write_report(run: RunReader) -> Path:
     html = environment.get_template("report.html.j2").render(
         name=settings.get("name", run.path.name),
         config_text=run.config_text,
-        facts=_facts(settings, summary, rows),
+        facts=_facts(settings, summary, rows) | {"model/": model_text(run)},
         finished=bool(summary),
         outcomes=_outcomes(summary, rows),
         overview=overview,
@@ -179,10 +180,7 @@ def _facts(settings: Mapping[str, Any], summary: Mapping[str, Any], rows: Sequen
     """Facts for the head of the report; those that the config of another version does not have are left out."""
 
     def at(key: str) -> Any:
-        value: Any = settings
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return setting(settings, key)
 
     step, prompts, rate = summary.get("steps", rows[-1]["step"] if rows else 0), at("rollout.prompts"), at("optim.lr")
     facts = {
