@@ -53,6 +53,7 @@ def cli() -> None:
 )
 @click.option("--no-files", is_flag=True, help="With --dry-run: leave out data files and models that are elsewhere.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every metric of every step.")
 def train(
     recipe: str | None,
     overrides: tuple[str, ...],
@@ -61,6 +62,7 @@ def train(
     dry_run: bool,
     no_files: bool,
     quiet: bool,
+    verbose: bool,
 ) -> None:
     """Train by a RECIPE (YAML), with OVERRIDES like optim.lr=1e-5."""
     if resume is not None and recipe is not None:
@@ -90,7 +92,7 @@ def train(
     from drumroll.api import train as start
     from drumroll.observe.progress import Quiet, for_console
 
-    progress = Quiet() if quiet else for_console(loaded.config, Console())
+    progress = Quiet() if quiet else for_console(loaded.config, Console(), verbose=verbose)
     start(recipe, overrides, resume=resume, overwrite=overwrite, progress=progress)
 
 
@@ -374,7 +376,7 @@ def run() -> None:
 @click.argument("run_path", metavar="RUN")
 def status(run_path: str) -> None:
     """How far a run is, its newest numbers, and which step its model is."""
-    from drumroll.observe.progress import headline
+    from drumroll.observe.headline import headline
     from drumroll.observe.runs import model_text, state_of
     from drumroll.runfiles.reader import RunReader
 
@@ -386,8 +388,8 @@ def status(run_path: str) -> None:
         f"{opened.path}: {state}, step {step} of {opened.settings.get('steps', '?')}, checkpoints at {saved or 'none'}{why}"
     )
     click.echo(f"  {'model':<32} {model_text(opened)}")
-    for name, value in headline(lines[-1]) if lines else ():
-        click.echo(f"  {name:<32} {value}")
+    for number in headline(lines[-1]) if lines else ():
+        click.echo(f"  {number.label:<32} {number.text.strip()}")
 
 
 @run.command()

@@ -150,6 +150,7 @@ class Session:
         if samples:
             self.run.write_rollouts("train", self.step, samples)
             self._complain(samples)
+            self.progress.sampled(self.step, samples)
         if "gradient" not in self._told and (why := without_gradient(metrics, samples)):
             self._told.add("gradient")
             self.progress.notice(f"step {self.step}: {why}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from drumroll.observe.failures import FailureCause, by_cause
+from drumroll.observe.legend import meaning
 from drumroll.observe.runs import model_text, setting
 from drumroll.observe.samples import CONTROLS, RECORDED, Row, gold_text, rewards_text, with_dialogues
 from drumroll.runfiles.durable import write_text
@@ -26,7 +27,7 @@ from drumroll.runfiles.reader import RunReader
 
 SINGLES = {
     "train/entropy": "Entropy",
-    "train/kl": "KL",
+    "train/kl_reference": "KL to the reference",
     "train/grad_norm": "Gradient norm",
     "train/mismatch": "Log-prob mismatch",
     "rollout/length": "Completion tokens",
@@ -93,6 +94,7 @@ def write_report(run: RunReader) -> Path:
         overview=overview,
         rest=rest,
         stride=_stride(rows),
+        legend=_legend(columns),
         failures=_failures(run),
         samples=[_shown(row) for row in with_dialogues(run, list(_samples(run)))],
         data={"steps": [row["step"] for row in drawn], "columns": columns, "broken": broken, "charts": charts},
@@ -159,6 +161,15 @@ def _numbered(keys: Sequence[str], prefix: str) -> list[Series]:
 
 def _split(title: str, series: Sequence[Series], *, zero: bool = False, wide: bool = False) -> list[Chart]:
     return [Chart(title, series[i : i + COLOURS], zero, wide) for i in range(0, len(series), COLOURS)]
+
+
+def _legend(keys: Iterable[str]) -> dict[str, list[str]]:
+    """The names of metrics by their meaning, in a fixed order."""
+    found: dict[str, list[str]] = {}
+    for key in sorted(keys):
+        if text := meaning(key):
+            found.setdefault(text, []).append(key)
+    return found
 
 
 def _outcomes(summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> list[Outcome]:

@@ -140,7 +140,7 @@ def sample_table(run: RunReader, rows: Sequence[Row]) -> Group:
     for row in rows:
         name = row["id"] if len(steps) == 1 else f"{row['step']}: {row['id']}"
         reward = row["failure"] or "–" if row["reward"] is None else rewards_text(row)
-        texts = (visible(row["domain"]), _short_dialogue(row["dialogue"]), _shortened(gold_text(row)), visible(reward))
+        texts = (visible(row["domain"]), _short_dialogue(row["dialogue"]), shortened(gold_text(row)), visible(reward))
         table.add_row(Text(f"{name}\n{row['kind']}"), *texts, row["stop"] or "–", row["fate"] or "–")
     failed = by_cause((r["id"], r["failure"], r["traceback"] or "") for r in rows if r["failure"])
     tracebacks = (f"{t.count} failed; the first is {t.first}: {t.describe()}" for t in failed if t.traceback)
@@ -186,7 +186,8 @@ def visible(text: str) -> Text:
     return Text(text.translate(CONTROLS))
 
 
-def _shortened(text: str, most: int = SHORT) -> Text:
+def shortened(text: str, most: int = SHORT) -> Text:
+    """A text for the terminal with its middle cut out if it is long."""
     return visible(text if len(text) <= most else f"{text[: most * 2 // 3]} […] {text[-most // 3 :]}")
 
 
@@ -194,5 +195,5 @@ def _short_dialogue(dialogue: Sequence[Message]) -> Text:
     """The first turns and the last ones, each cut."""
     left_out = len(dialogue) - 6
     shown = dialogue if left_out <= 0 else [*dialogue[:3], {"role": "…", "content": f"{left_out} turns"}, *dialogue[-3:]]
-    lines = [Text.assemble((f"{m['role']} ", "bold"), _shortened(m["content"])) for m in shown]
+    lines = [Text.assemble((f"{m['role']} ", "bold"), shortened(m["content"])) for m in shown]
     return Text("\n").join(lines)
