@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 Recipe = dict[str, Any]
 TIMED = ("time/", "memory/", "rollout/tokens_per_s")
 SAMPLE = ("step", "kind", "id", "prompt_id", "completion", "stop", "fate", "reward", "rewards", "traces")
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {"train/kl_behaviour": "train/kl"}
 """Names of config keys and metrics: today's → those at the base commit; a key with its sections, as `algorithm.preset`."""
 
 

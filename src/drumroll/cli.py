@@ -53,6 +53,7 @@ def cli() -> None:
 )
 @click.option("--no-files", is_flag=True, help="With --dry-run: leave out data files and models that are elsewhere.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every metric of every step.")
 def train(
     recipe: str | None,
     overrides: tuple[str, ...],
@@ -61,6 +62,7 @@ def train(
     dry_run: bool,
     no_files: bool,
     quiet: bool,
+    verbose: bool,
 ) -> None:
     """Train by a RECIPE (YAML), with OVERRIDES like optim.lr=1e-5."""
     if resume is not None and recipe is not None:
@@ -90,7 +92,7 @@ def train(
     from drumroll.api import train as start
     from drumroll.observe.progress import Quiet, for_console
 
-    progress = Quiet() if quiet else for_console(loaded.config, Console())
+    progress = Quiet() if quiet else for_console(loaded.config, Console(), verbose=verbose)
     start(recipe, overrides, resume=resume, overwrite=overwrite, progress=progress)
 
 
@@ -346,6 +348,25 @@ def check_machine(as_data: bool) -> None:
         Console().print(table)
 
 
+@cli.command()
+@click.argument("folder", default="runs", metavar="[DIR]", type=click.Path(path_type=Path))
+@click.option("--json", "as_data", is_flag=True, help="Print one JSON object per run.")
+def runs(folder: Path, as_data: bool) -> None:
+    """List the runs in a folder: state (running, finished, interrupted, failed), step, result, age."""
+    import json
+
+    from rich.console import Console
+
+    from drumroll.observe.runs import list_runs, runs_table
+
+    found = list_runs(folder)
+    if as_data:
+        for line in found:
+            click.echo(json.dumps(line))
+        return
+    Console().print(runs_table(found, folder))
+
+
 @cli.group()
 def run() -> None:
     """Look at an existing run."""
@@ -354,34 +375,63 @@ def run() -> None:
 @run.command()
 @click.argument("run_path", metavar="RUN")
 def status(run_path: str) -> None:
-    """How far a run is, and its newest numbers."""
-    from drumroll.observe.progress import headline
+    """How far a run is, its newest numbers, and which step its model is."""
+    from drumroll.observe.headline import headline
+    from drumroll.observe.runs import model_text, state_of
     from drumroll.runfiles.reader import RunReader
 
     opened = RunReader.open(run_path)
     lines, saved = opened.metrics, opened.checkpoints.steps()
-    step = int(lines[-1]["step"]) if lines else 0
-    state = "finished" if opened.summary else "unfinished"
-    steps = opened.settings.get("steps", "?")
-    click.echo(f"{opened.path}: {state}, step {step} of {steps}, checkpoints at {saved or 'none'}")
-    for name, value in headline(lines[-1]) if lines else ():
-        click.echo(f"  {name:<32} {value}")
+    step, state = int(lines[-1]["step"]) if lines else 0, state_of(opened)
+    why = f" ({opened.outcome['error']})" if state == "failed" else ""
+    click.echo(
+        f"{opened.path}: {state}, step {step} of {opened.settings.get('steps', '?')}, checkpoints at {saved or 'none'}{why}"
+    )
+    click.echo(f"  {'model':<32} {model_text(opened)}")
+    for number in headline(lines[-1]) if lines else ():
+        click.echo(f"  {number.label:<32} {number.text.strip()}")
 
 
 @run.command()
 @click.argument("run_path", metavar="RUN")
-@click.option("--step", type=int, help="Only samples of this step. Default: the last one recorded.")
-@click.option("--kind", type=click.Choice(["train", "eval"]), default=None, help="Only training or evaluation samples.")
-@click.option("--domain", help="Only samples of this domain.")
-@click.option("--limit", default=20, show_default=True, help="How many to show.")
-def samples(run_path: str, step: int | None, kind: str | None, domain: str | None, limit: int) -> None:
-    """Show samples: prompt, completion, reward, stop reason, fate."""
-    from rich.console import Console
-
-    from drumroll.observe.samples import sample_table
+@click.option("--step", default="best", show_default=True, help="Of which step: best, last, or the number of a checkpoint.")
+@click.option("--to", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where to write it.")
+@click.option("--merge-lora", is_flag=True, help="Add LoRA adapters to the weights. Default: write the adapters alone.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Type of the weights. Default: the run's.")
+@click.option("--overwrite", is_flag=True, help="Replace a model in DIR.")
+def export(run_path: str, step: str, to: Path, merge_lora: bool, dtype: str | None, overwrite: bool) -> None:
+    """Write the model of a checkpoint as a Hugging Face directory with a model card."""
+    from drumroll.exporting import export as write
     from drumroll.runfiles.reader import RunReader
 
-    Console().print(sample_table(RunReader.open(run_path), step, kind, domain, limit))
+    number = write(RunReader.open(run_path), to, step=step, merge_lora=merge_lora, dtype=dtype, overwrite=overwrite)
+    click.echo(f"{to}: the model of step {number}")
+
+
+@run.command()
+@click.argument("run_path", metavar="RUN")
+@click.option("--step", type=int, help="Only samples of this step. Default: the newest with some.")
+@click.option("--kind", type=click.Choice(["train", "eval"]), default=None, help="Only training or evaluation samples.")
+@click.option("--domain", help="Only samples of this domain.")
+@click.option("--where", metavar="CONDITION", help="An SQL condition, such as \"reward < 0.5 and rewards ->> 'format' = 1\".")
+@click.option("--limit", default=20, show_default=True, help="How many to show.")
+@click.option("--full", is_flag=True, help="Show whole texts, one sample under another.")
+@click.option("--json", "as_data", is_flag=True, help="Print one JSON object per sample.")
+def samples(run_path: str, full: bool, as_data: bool, **chosen: Any) -> None:
+    """Show samples: dialogue, gold answer, reward and its parts, stop reason, fate."""
+    from rich.console import Console
+
+    from drumroll.observe.samples import find_samples, full_samples, json_lines, sample_table
+    from drumroll.runfiles.reader import RunReader
+
+    opened = RunReader.open(run_path)
+    found = find_samples(opened, **chosen)
+    if as_data:
+        for line in json_lines(found):
+            click.echo(line)
+        return
+    for shown in full_samples(found) if full else [sample_table(opened, found)]:
+        Console().print(shown)
 
 
 @run.command()

@@ -19,6 +19,7 @@ from drumroll.envs.metrics import EPISODES
 from drumroll.errors import Interrupted
 from drumroll.learners import Learner
 from drumroll.observe.failures import complaints, without_gradient
+from drumroll.observe.model_card import write_card
 from drumroll.observe.progress import Progress
 from drumroll.observe.report import write_report
 from drumroll.observe.trackers import Trackers
@@ -149,6 +150,7 @@ class Session:
         if samples:
             self.run.write_rollouts("train", self.step, samples)
             self._complain(samples)
+            self.progress.sampled(self.step, samples)
         if "gradient" not in self._told and (why := without_gradient(metrics, samples)):
             self._told.add("gradient")
             self.progress.notice(f"step {self.step}: {why}")
@@ -189,6 +191,7 @@ class Session:
         await self._saver.wait()
         with self.run.new_model() as folder:
             await self.workers.actor.broadcast(Learner.export, folder.absolute())
+            write_card(folder, self.run, self.step)
         self._close_ledger()
         self.run.write_summary(self.summary())
         write_report(self.run)
@@ -341,7 +344,7 @@ class Session:
             self._saver.abandon()
             task.cancel()
 
-        with _on_interrupt(stop):
+        with self.run.recorded_end(), _on_interrupt(stop):
             try:
                 await task
             except asyncio.CancelledError:

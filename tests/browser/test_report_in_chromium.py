@@ -116,7 +116,7 @@ def test_hovering_shows_the_values_of_that_step_in_every_chart(dump, report):
 
 
 def test_columns_sort_by_number_with_missing_values_last(dump, report):
-    click = 'const button = document.querySelectorAll("#samples button")[5]; button.click();'
+    click = 'const button = document.querySelectorAll("#samples button")[6]; button.click();'
     assert rewards_in(dump(report)) == ["0.5", "10", "2", "–"]
     assert rewards_in(dump(report, click)) == ["0.5", "2", "10", "–"]
     assert rewards_in(dump(report, click + "button.click();")) == ["10", "2", "0.5", "–"]

@@ -14,6 +14,7 @@ import yaml
 
 from drumroll.errors import ModelError
 from drumroll.models.loading import load_tokenizer
+from drumroll.observe.legend import meaning
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,6 +113,8 @@ def test_a_run_from_start_to_look(drumroll, recipe, tmp_path):
         p.name for p in folder.iterdir()
     }
     mistake(drumroll("train", path), "is not empty. Continue it with --resume")
+    recorded = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [name for line in recorded for name in line if not meaning(name)] == ["step"] * 3
     code, out, _ = drumroll("run", "status", str(folder))
     assert (code, "finished, step 2 of 2" in out) == (0, True)
     code, out, _ = drumroll("run", "samples", str(folder), "--kind", "train")

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,8 +176,10 @@ def test_calls_broadcasts_and_scatters_equal_those_in_one_process(group, play):
 
 
 def test_each_worker_is_its_own_process(group, play):
-    pids = {pid for _, pid in play(group.broadcast(Worker.who))}
-    assert len(pids | {os.getpid()}) == 4
+    pids = dict(play(group.broadcast(Worker.who)))
+    assert len({*pids.values(), os.getpid()}) == 4
+    for rank, pid in pids.items():  # `ps` and Ray's dashboard tell role and rank
+        assert Path(f"/proc/{pid}/cmdline").read_text().startswith(f"ray::drumroll-{group.role}-{rank}")
 
 
 def test_sync_methods_run_in_order_one_at_a_time(group, play):
@@ -474,8 +477,11 @@ def test_a_run_without_a_cluster_starts_one_that_only_this_machine_reaches_and_e
         await runtime.close()
         print(ray.is_initialized())
 
+    from ray._private.ray_logging import stdout_deduplicator
+    said = ["A worker died or was killed while executing a task by an unexpected system error.", "something else"]
     asyncio.run(main())
+    print(stdout_deduplicator.deduplicate({"pid": "raylet", "lines": said})[0]["lines"])
     """
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment)
-    assert done.stdout.splitlines() == ["{'127.0.0.1'}", "2", "False"], done.stderr
+    assert done.stdout.splitlines() == ["{'127.0.0.1'}", "2", "False", "['something else']"], done.stderr

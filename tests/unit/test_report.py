@@ -53,7 +53,13 @@ def finished(tmp_path):
     run.append_metrics(0, {"eval/sums": 0.25, "eval/sums/sampled": 0.125, "time/eval": 1.0})
     for step in range(1, 41):
         metrics = {"reward/sums": step / 40, "reward/words": 0.5, "reward/sums/exact": 0.25, "reward/sums/format": 0.75}
-        metrics |= {"train/loss": -0.1, "train/entropy": 1.5, "train/kl": 0.01, "train/grad_norm": 0.3, "train/mismatch": 1e-6}
+        metrics |= {
+            "train/loss": -0.1,
+            "train/entropy": 1.5,
+            "train/kl_reference": 0.01,
+            "train/grad_norm": 0.3,
+            "train/mismatch": 1e-6,
+        }
         metrics |= {"rollout/length": 12.0, "rollout/tokens_per_s": 900.0, "time/rollout": 1.0, "time/train": 2.0}
         run.append_metrics(step, metrics | {"time/step": 3.0, "time/tokens_per_s": 300.0, "train/lr": 1e-4})
     run.append_metrics(40, {"eval/sums": 0.875, "eval/sums/sampled": 0.75})
@@ -205,7 +211,7 @@ def test_chat_prompts_read_as_a_conversation(tmp_path):
     )
     run.write_rollouts("train", 1, [sample(content=chat), sample(index=1, content="[1, 2]"), sample(index=2, content="{}")])
     html = unescape(html_of(run))
-    for text in ("[system] Be brief.", "[user] Wie heißt das?", "[user] [1]", ">[1, 2]<", ">{}<"):
+    for text in ("<b>system</b> Be brief.", "<b>user</b> Wie heißt das?", "<b>user</b> [1]", ">[1, 2]<", ">{}<"):
         assert text in html
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,17 +153,41 @@ def load(folder: Path, state: State, shapes: Mapping[str, Sequence[int]] | None 
     return step
 
 
-def _check(folder: Path, shapes: Mapping[str, Sequence[int]]) -> float:
-    """Refuse a checkpoint of another model, naming the first tensor that differs; returns AdamW's count of steps."""
+def read_masters(folder: Path) -> tuple[dict[str, tuple[int, ...]], Iterator[tuple[str, Tensor]]]:
+    """Return the shapes of a checkpoint's master weights, and an iterator over the weights: whole, one at a time."""
+    shapes = {name: tuple(shape) for name, shape in _described(folder)["shapes"].items()}
+    return shapes, _masters(folder, shapes)
+
+
+def _masters(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+    folder = folder / MASTER
+    reader = HuggingFaceStorageReader(str(folder))
+    saved = _metadata(reader, folder)
+    reader.set_up_storage_reader(saved, is_coordinator=True)
+    for name, shape in shapes.items():
+        found = saved.state_dict_metadata.get(name)
+        dtype = found.properties.dtype if isinstance(found, TensorStorageMetadata) else torch.float32
+        piece = Piece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=dtype))
+        reader.read_data(LoadPlan(_items(saved, piece, folder)), _Target([piece])).wait()
+        yield name, piece.tensor
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """The shapes of a checkpoint's tensors, and AdamW's count of steps."""
     if (folder / OLD_FORMAT).exists():
         raise StoreError(
             f"the checkpoint {folder} has the format of an older drumroll ({OLD_FORMAT}): resume the run with that version, or "
             "train it again with this one."
         )
     try:
-        described = json.loads((folder / TENSORS).read_text("utf-8"))
+        return json.loads((folder / TENSORS).read_text("utf-8"))
     except FileNotFoundError:
         raise _incomplete(folder, f"it has no {TENSORS}") from None
+
+
+def _check(folder: Path, shapes: Mapping[str, Sequence[int]]) -> float:
+    """Refuse a checkpoint of another model, naming the first tensor that differs; returns AdamW's count of steps."""
+    described = _described(folder)
     saved, wanted = described["shapes"], {name: list(shape) for name, shape in shapes.items()}
     for name in [*wanted, *saved]:
         if name not in saved or name not in wanted:
@@ -186,16 +210,18 @@ def _plan(folder: Path, pieces: Sequence[Piece]) -> tuple[HuggingFaceStorageRead
     """What to read of the files in a folder to fill the pieces; every element of them must be there exactly once."""
     reader = HuggingFaceStorageReader(str(folder))
     saved = _metadata(reader, folder)
-    items: list[ReadItem] = []
-    for piece in pieces:
-        found, own = saved.state_dict_metadata.get(piece.name), list[ReadItem]()
-        if isinstance(found, TensorStorageMetadata) and piece.tensor.numel():
-            own = create_read_items_for_chunk_list(piece.name, found, [_chunk(piece)])
-        if not _covered(own, piece.tensor.numel()):
-            raise _incomplete(folder.parent, f"the files in {folder.name}/ do not hold every element of {piece.name} once")
-        items += own
+    items = [item for piece in pieces for item in _items(saved, piece, folder)]
     reader.set_up_storage_reader(saved, is_coordinator=True)
     return reader, LoadPlan(items)
+
+
+def _items(saved: Metadata, piece: Piece, folder: Path) -> list[ReadItem]:
+    found, own = saved.state_dict_metadata.get(piece.name), list[ReadItem]()
+    if isinstance(found, TensorStorageMetadata) and piece.tensor.numel():
+        own = create_read_items_for_chunk_list(piece.name, found, [_chunk(piece)])
+    if not _covered(own, piece.tensor.numel()):
+        raise _incomplete(folder.parent, f"the files in {folder.name}/ do not hold every element of {piece.name} once")
+    return own
 
 
 def _metadata(reader: HuggingFaceStorageReader, folder: Path) -> Metadata:

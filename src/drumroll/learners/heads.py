@@ -97,7 +97,7 @@ class LogProbHead:
         before = tokens.old if moved else now  # the first optimizer step starts from the policy before the update
         gap = before - tokens.behaviour
         kl = tokens.behaviour - now
-        more = {"entropy": entropy.detach(), "kl": kl, "mismatch": gap.abs(), "behaviour_ratio": gap.exp()}
+        more = {"entropy": entropy.detach(), "kl_behaviour": kl, "mismatch": gap.abs(), "behaviour_ratio": gap.exp()}
         return per_token, {**diagnostics, **more}
 
 

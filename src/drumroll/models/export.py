@@ -41,12 +41,14 @@ def export_model(
     *,
     whole: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
     dtype: torch.dtype | None = None,
+    convert: bool = False,
 ) -> None:
     """Write the trained weights with config and tokenizer; adapters are merged, and kept alone in `adapter/` beside.
 
     All ranks call it together, and the first one gives the folder. `weights` yields the trained tensors, whole, in the order
     of `shapes`, both as the model's files hold them; `whole` brings the parts of any other tensor together, whose shapes may be
-    given too. `dtype` is the type of the tensors, where it is not that of the module's parameters.
+    given too. `dtype` is the type of the tensors, where it is not that of the module's parameters; with `convert` they may be
+    of another type, and are written as `dtype`.
     """
     module, files = model.module, model.files or {}
     buffers = _buffers(module)
@@ -54,6 +56,8 @@ def export_model(
         adapters = _save_adapters(module, weights, folder)
         whole_shapes = ((n.replace(BASE, "."), _outline(w, shapes.get(n))) for n, w, _ in base_weights(module))
         layout = dict(as_in_files(whole_shapes, files))
+        if convert and dtype is not None:
+            layout = {name: outline.to(dtype) for name, outline in layout.items()}
         weights = as_in_files(_merged(module, adapters, whole), files)
     else:
         dtypes = {name: dtype or parameter.dtype for name, parameter in module.named_parameters()}
@@ -66,7 +70,7 @@ def export_model(
     write = None if folder is None else _Writer(folder, dict(_original(module, layout.items(), converted)))
     for name, tensor in _original(module, chain(weights, buffers.items()), converted):
         if write is not None:
-            write(name, tensor)
+            write(name, tensor.to(write.layout[name].dtype) if convert else tensor)
     if folder is not None and write is not None:
         write.finish()
         _describe(model, folder, dtype or module.dtype)

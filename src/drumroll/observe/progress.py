@@ -1,20 +1,28 @@
-"""Shows a run in the terminal while it trains: a live panel on a TTY, plain lines elsewhere, nothing when quiet."""
+"""Shows a run in the terminal while it trains: a live screen on a TTY, one aligned line per step elsewhere, nothing when quiet."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 from typing_extensions import override
 
 from drumroll.config import RunConfig
+from drumroll.observe.headline import Number, headline, rank
+from drumroll.observe.legend import meaning
+from drumroll.observe.runs import duration, model_text
+from drumroll.observe.samples import GOLD, shortened, visible
 from drumroll.runfiles.reader import RunReader
+from drumroll.sample import Sample
 
 Metrics = Mapping[str, float]
 
@@ -25,6 +33,7 @@ class Progress(Protocol):
     def begin(self, step: int, before: Metrics) -> None: ...
     def stage(self, name: str) -> None: ...
     def committed(self, step: int, metrics: Metrics) -> None: ...
+    def sampled(self, step: int, samples: Sequence[Sample]) -> None: ...
     def notice(self, text: str) -> None: ...
     def finish(self, run: RunReader, summary: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
@@ -36,34 +45,50 @@ class Quiet:
     def begin(self, step: int, before: Metrics) -> None: ...
     def stage(self, name: str) -> None: ...
     def committed(self, step: int, metrics: Metrics) -> None: ...
+    def sampled(self, step: int, samples: Sequence[Sample]) -> None: ...
     def notice(self, text: str) -> None: ...
     def finish(self, run: RunReader, summary: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
 
 
 class Plain(Quiet):
-    """Prints one line per step, for logs and pipes."""
+    """Prints one line per step, for logs and pipes; `verbose`: every metric below it, with its meaning at the first step."""
 
-    def __init__(self, config: RunConfig, console: Console) -> None:
+    def __init__(self, config: RunConfig, console: Console, *, verbose: bool = False) -> None:
         self.config = config
         self.console = console
+        self.verbose = verbose
         self.began = time.monotonic()
         self.first = 0
+        self._columns: dict[str, tuple[int, int]] = {}  # label → place in the line, width
+        self._explained: set[str] = set()
 
     @override
     def begin(self, step: int, before: Metrics) -> None:
         self.first, self.began = step, time.monotonic()
-        shown = "  ".join(f"{name} {value:.3f}" for name, value in before.items() if "pass@" not in name)
-        self.say(f"step {step}/{self.config.steps}  {shown}")
+        self.say(f"{self._count(step)}  {self._line(headline(before), '')}".rstrip())
 
     @override
     def committed(self, step: int, metrics: Metrics) -> None:
-        eta = (time.monotonic() - self.began) / max(1, step - self.first) * (self.config.steps - step)
-        self.say(f"step {step}/{self.config.steps}  {'  '.join(f'{n} {v}' for n, v in headline(metrics))}  eta {eta:.0f}s")
+        left = (time.monotonic() - self.began) / max(1, step - self.first) * (self.config.steps - step)
+        numbers = headline(metrics)
+        self.say(f"{self._count(step)}  {self._line(numbers, duration(left))}".rstrip())
+        if self.verbose:
+            self._everything(metrics)
+        elif not self._explained:
+            shown = [n for n in numbers if n.label in ("length", "mismatch", "KL to reference", "loss")]
+            legend = "  ".join(f"{n.label}: {meaning(n.metric)}" for n in shown)
+            self._explained.add("")
+            self.say(f"({legend}  drumroll train -v shows every metric.)")
 
     @override
     def finish(self, run: RunReader, summary: Mapping[str, Any]) -> None:
-        self.console.print(ending(run, summary))
+        table, lines = ending(run, summary)
+        self.say(lines[0])
+        if table is not None:
+            self.console.print(table)
+        for line in lines[1:]:
+            self.say(line)
 
     @override
     def notice(self, text: str) -> None:
@@ -73,9 +98,35 @@ class Plain(Quiet):
         """Print without wrapping or markup."""
         self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
+    def _count(self, step: int) -> str:
+        return f"step {f'{step}/{self.config.steps}':<{2 * len(str(self.config.steps)) + 1}}"
+
+    def _line(self, numbers: Sequence[Number], eta: str) -> str:
+        """The numbers in columns that stay where they are; a number that this step does not have leaves its column blank."""
+        texts = {number.label: number.text for number in numbers}
+        for number in numbers:
+            self._columns.setdefault(number.label, (rank(number), len(number.text)))
+        cells: list[tuple[float, str]] = []
+        for label, (place, width) in sorted(self._columns.items(), key=lambda column: column[1][0]):
+            cell = f"{label} {texts[label]:>{width}}" if label in texts else " " * (len(label) + 1 + width)
+            cells.append((place, cell))
+        if eta:
+            cells.append((HELD_OUT_PLACE - 0.5, f"eta {eta:>6}"))
+        return "  ".join(cell for _, cell in sorted(cells, key=lambda cell: cell[0]))
+
+    def _everything(self, metrics: Metrics) -> None:
+        for name, value in sorted(metrics.items()):
+            text = "" if name in self._explained else meaning(name)
+            self._explained.add(name)
+            self.say(f"    {name:<36} {value:<12.6g} {text}".rstrip())
+
+
+HELD_OUT_PLACE = rank(Number("", "eval/x", 0.0, ""))
+"""Held-out scores come last in a line, because most steps have none."""
+
 
 class Screen(Plain):
-    """Shows a live panel: progress bar with ETA, rewards per domain, speed, time per stage."""
+    """A live screen: progress bar with ETA, the handful of numbers with their course, time per stage, a sample now and then."""
 
     def __init__(self, config: RunConfig, console: Console) -> None:
         super().__init__(config, console)
@@ -89,15 +140,18 @@ class Screen(Plain):
             console=console,
         )
         self.task = self.bar.add_task("train", total=config.steps, stage="loading")
-        self.latest: dict[str, float] = {}
-        self.live = Live(self._panel(), console=console, refresh_per_second=8, transient=True)
+        self.numbers: dict[str, Number] = {}
+        self.course: dict[str, deque[float]] = {}
+        self.stages: dict[str, float] = {}
+        self.sample: RenderableType | None = None
+        self._sample_due = 0.0
+        self.live = Live(self.panel(), console=console, refresh_per_second=4, transient=True)
         self.live.start()
 
     @override
     def begin(self, step: int, before: Metrics) -> None:
         self.bar.reset(self.task, completed=step, stage="start")
-        self.latest.update(before)
-        self.live.update(self._panel())
+        self._show(before)
 
     @override
     def stage(self, name: str) -> None:
@@ -105,9 +159,14 @@ class Screen(Plain):
 
     @override
     def committed(self, step: int, metrics: Metrics) -> None:
-        self.latest.update(metrics)
         self.bar.update(self.task, completed=step)
-        self.live.update(self._panel())
+        self._show(metrics)
+
+    @override
+    def sampled(self, step: int, samples: Sequence[Sample]) -> None:
+        if samples and time.monotonic() >= self._sample_due:
+            self._sample_due = time.monotonic() + SAMPLE_EVERY
+            self.sample = sample_panel(step, samples[step % len(samples)])
 
     @override
     def finish(self, run: RunReader, summary: Mapping[str, Any]) -> None:
@@ -118,55 +177,72 @@ class Screen(Plain):
     def close(self) -> None:
         self.live.stop()
 
-    def _panel(self) -> Group:
-        table = Table.grid(padding=(0, 3))
-        groups = {
-            "reward": {n.removeprefix("reward/"): v for n, v in self.latest.items() if n.startswith("reward/")},
-            "success": {
-                n.split("/")[1]: v for n, v in self.latest.items() if n.startswith("environment/") and n.endswith("/success")
-            },
-            "held out": {n.removeprefix("eval/"): v for n, v in self.latest.items() if _held_out(n)},
-            "train": {n.removeprefix("train/"): self.latest[n] for n in TRAIN if n in self.latest},
-            "speed": {n: self.latest[n] for n in ("rollout/tokens_per_s", "time/tokens_per_s") if n in self.latest},
-            "seconds": {n.removeprefix("time/"): v for n, v in self.latest.items() if n in STAGES},
-        }
-        for title, values in groups.items():
-            if values:
-                table.add_row(f"[dim]{title}", "   ".join(f"{n} [bold]{v:.4g}[/]" for n, v in values.items()))
-        return Group(self.bar, table)
+    def _show(self, metrics: Metrics) -> None:
+        for number in headline(metrics):
+            self.numbers[number.label] = number
+            self.course.setdefault(number.label, deque(maxlen=COURSE)).append(number.value)
+        self.stages = {n.removeprefix("time/"): v for n, v in metrics.items() if n in STAGES} or self.stages
+        self.live.update(self.panel())
+
+    def panel(self) -> Group:
+        """What is on the screen now."""
+        table = Table.grid(padding=(0, 2))
+        for number in sorted(self.numbers.values(), key=rank)[:ROWS]:
+            value = Text(number.text, style="bold", justify="right")
+            table.add_row(visible(number.label), value, Text(sparkline(self.course[number.label]), style="cyan"))
+        parts: list[RenderableType] = [self.bar, table]
+        if self.stages:
+            spent = sum(self.stages.values()) or 1.0
+            shares = (f"{name} {seconds:.3g} s ({seconds / spent:.0%})" for name, seconds in self.stages.items())
+            parts.append(Text("stages  " + "  ".join(shares), style="dim"))
+        return Group(*parts, *([self.sample] if self.sample is not None else []))
 
 
-TRAIN = ("train/loss", "train/entropy", "train/kl", "train/grad_norm", "train/mismatch")
-STAGES = tuple(f"time/{name}" for name in ("rollout", "infer", "train", "publish", "eval", "checkpoint"))
+STAGES = tuple(f"time/{name}" for name in ("rollout", "infer", "train", "publish", "eval", "checkpoint", "data"))
+SAMPLE_EVERY = 20.0
+"""Seconds between two samples on the screen."""
+COURSE, ROWS = 40, 16
+"""Values of a sparkline, and numbers on the screen."""
+BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def _held_out(name: str) -> bool:
-    """Whether a metric is a score of a held-out set; pass@k and facts about episodes other than success are not."""
-    return name.startswith("eval/") and "@" not in name and not name.endswith(("/effective", "/malformed", "/turns"))
+def sparkline(values: Sequence[float]) -> str:
+    """Draw numbers as blocks between their smallest and their largest."""
+    known = [value for value in values if value == value and abs(value) != float("inf")]
+    if len(known) < 2:
+        return ""
+    low, high = min(known), max(known)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((value - low) * scale)] if value in known else " " for value in values)
 
 
-def headline(metrics: Metrics) -> list[tuple[str, str]]:
-    """Return the few metrics of a step that fit a line."""
-    names = [n for n in metrics if n.startswith("reward/") and n.count("/") == 1]
-    names += [n for n in metrics if n.startswith("environment/") and n.endswith("/success")]
-    names += [n for n in metrics if _held_out(n)]
-    names += [n for n in ("train/loss", "train/entropy", "train/mismatch", "time/tokens_per_s", *STAGES) if n in metrics]
-    return [(n.removeprefix("train/"), f"{metrics[n]:.3g}") for n in names]
+def sample_panel(step: int, sample: Sample) -> Panel:
+    """A sample for the screen: the end of its prompt, its completion, gold answer and reward."""
+    content = sample.prompt.content
+    prompt = content if isinstance(content, str) else str(content[-1].get("content", "")) if content else ""
+    gold = sample.prompt.columns.get(GOLD)
+    reward = str(sample.failure) if sample.reward is None else f"{sample.reward:.4g}"
+    grid = Table.grid(padding=(0, 2))
+    for name, text in {"prompt": prompt, "wrote": sample.completion, "gold": gold, "reward": reward}.items():
+        if text is not None:
+            grid.add_row(Text(name, style="dim"), shortened(" ".join(str(text).split()), 320))
+    return Panel(grid, title=visible(f"step {step}, sample {sample.id}, {sample.prompt.domain}"), title_align="left")
 
 
-def ending(run: RunReader, summary: Mapping[str, Any]) -> Group:
-    """Show the run's path, its scores before and after, and the command that shows its samples."""
+def ending(run: RunReader, summary: Mapping[str, Any]) -> tuple[Table | None, list[str]]:
+    """Return the table of scores before and after, if any were measured, and the closing lines; the first is the title."""
     kinds = {"score": "", **{kind: f"_{kind}" for kind in ("sampled", "success", "effective", "turns")}}
     shown = {label: suffix for label, suffix in kinds.items() if summary.get(f"before{suffix}")}
     table = Table("held out", *shown)
     for name in summary["before"]:
         cells = ([summary.get(f"{when}{suffix}", {}).get(name) for when in ("before", "after")] for suffix in shown.values())
-        table.add_row(name, *("–" if None in pair else "{:.3f} → {:.3f}".format(*pair) for pair in cells))
-    title = f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s"
-    lines = f"run      {run.path}\nmodel    {run.model_path}\nreport   {run.path / 'report.html'}\nlook     drumroll run samples {run.path}"
-    return Group(title, table, lines) if summary["before"] else Group(lines)
+        table.add_row(Text(name), *("–" if None in pair else "{:.3f} → {:.3f}".format(*pair) for pair in cells))
+    lines = [f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s"]
+    lines += [] if summary["before"] else ["held out none: eval.sets in the recipe names sets to measure before and after"]
+    lines += [f"run      {run.path}", f"model    {run.model_path}: {model_text(run)}", f"report   {run.path / 'report.html'}"]
+    return table if summary["before"] else None, [*lines, f"look     drumroll run samples {run.path}"]
 
 
-def for_console(config: RunConfig, console: Console) -> Progress:
-    """Return a live panel for a terminal, plain lines for anything else."""
-    return Screen(config, console) if console.is_terminal else Plain(config, console)
+def for_console(config: RunConfig, console: Console, *, verbose: bool = False) -> Progress:
+    """Return a live screen for a terminal, lines for anything else and with `verbose`."""
+    return Screen(config, console) if console.is_terminal and not verbose else Plain(config, console, verbose=verbose)

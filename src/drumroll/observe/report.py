@@ -6,11 +6,10 @@ anything from elsewhere, never let a model's text become markup or script, and n
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from drumroll.observe.failures import FailureCause, by_cause
+from drumroll.observe.legend import meaning
+from drumroll.observe.runs import model_text, setting
+from drumroll.observe.samples import CONTROLS, RECORDED, Row, gold_text, rewards_text, with_dialogues
 from drumroll.runfiles.durable import write_text
 from drumroll.runfiles.format import REPORT
 from drumroll.runfiles.reader import RunReader
 
-SAMPLE_COLUMNS = ("step", "kind", "domain", "prompt", "completion", "reward", "stop", "fate", "failure")
 SINGLES = {
     "train/entropy": "Entropy",
-    "train/kl": "KL",
+    "train/kl_reference": "KL to the reference",
     "train/grad_norm": "Gradient norm",
     "train/mismatch": "Log-prob mismatch",
     "rollout/length": "Completion tokens",
@@ -41,7 +42,7 @@ STEPS_DRAWN = 1500
 FAILURE_FILES = 2000
 ROWS_PER_FILE, FAILED_PER_FILE = 32, 8
 HEAD, TAIL = 3000, 1000  # Characters shown of a long text; its end often holds the answer.
-CONTROLS = {i: 0x2400 + i for i in range(32) if i not in (9, 10)}  # Shown as ␀, ␛, ...: browsers drop the real ones.
+TURNS = 40  # Turns shown of a dialogue.
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,15 @@ def write_report(run: RunReader) -> Path:
     html = environment.get_template("report.html.j2").render(
         name=settings.get("name", run.path.name),
         config_text=run.config_text,
-        facts=_facts(settings, summary, rows),
+        facts=_facts(settings, summary, rows) | {"model/": model_text(run)},
         finished=bool(summary),
         outcomes=_outcomes(summary, rows),
         overview=overview,
         rest=rest,
         stride=_stride(rows),
+        legend=_legend(columns),
         failures=_failures(run),
-        samples=[row | {"prompt": _prompt_text(row["prompt"])} for row in _samples(run)],
+        samples=[_shown(row) for row in with_dialogues(run, list(_samples(run)))],
         data={"steps": [row["step"] for row in drawn], "columns": columns, "broken": broken, "charts": charts},
     )
     # Pure ASCII, so that neither the writer's locale nor a stray surrogate can spoil the file.
@@ -161,6 +163,15 @@ def _split(title: str, series: Sequence[Series], *, zero: bool = False, wide: bo
     return [Chart(title, series[i : i + COLOURS], zero, wide) for i in range(0, len(series), COLOURS)]
 
 
+def _legend(keys: Iterable[str]) -> dict[str, list[str]]:
+    """The names of metrics by their meaning, in a fixed order."""
+    found: dict[str, list[str]] = {}
+    for key in sorted(keys):
+        if text := meaning(key):
+            found.setdefault(text, []).append(key)
+    return found
+
+
 def _outcomes(summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> list[Outcome]:
     """Take scores from the summary; before there is one, from the first evaluation and the latest."""
 
@@ -180,10 +191,7 @@ def _facts(settings: Mapping[str, Any], summary: Mapping[str, Any], rows: Sequen
     """Facts for the head of the report; those that the config of another version does not have are left out."""
 
     def at(key: str) -> Any:
-        value: Any = settings
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return setting(settings, key)
 
     step, prompts, rate = summary.get("steps", rows[-1]["step"] if rows else 0), at("rollout.prompts"), at("optim.lr")
     facts = {
@@ -218,21 +226,23 @@ def _samples(run: RunReader) -> Iterator[dict[str, Any]]:
     evals = [file for file in files if file.kind == "eval"]
     steps = [file for file in files if file.kind != "eval"]
     for file in dict.fromkeys([*steps[:1], *steps[-1:], *evals[-1:]]):
-        rows = list(run.select(SAMPLE_COLUMNS, step=file.step, kind=file.kind))
+        rows = list(run.select(RECORDED, step=file.step, kind=file.kind))
         # At random, since every n-th may be of one domain. Failures are few and tell most, so they go first.
         order = random.Random(0).sample(range(len(rows)), len(rows))
         failed = [i for i in order if rows[i]["failure"]][:FAILED_PER_FILE]
         yield from (rows[i] for i in sorted(list(dict.fromkeys(failed + order))[:ROWS_PER_FILE]))
 
 
-def _prompt_text(prompt: str) -> str:
-    """Format chat messages for a person; return any other prompt unchanged."""
-    try:
-        parts = [(message["role"], message["content"]) for message in json.loads(prompt)]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return prompt
-    texts = [(role, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)) for role, text in parts]
-    return "\n".join(f"[{role}] {text}" for role, text in texts) or prompt
+def _shown(row: Row) -> Row:
+    """Divide a dialogue into prompt and what followed; leave the middle out of one with very many turns."""
+    turns = row["dialogue"]
+    first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), 0) if row["turns"] else len(turns) - 1
+    followed = turns[first:]
+    if len(followed) > TURNS:
+        gap = {"role": "…", "content": f"{len(followed) - TURNS} turns left out"}
+        followed = [*followed[: TURNS // 2], gap, *followed[-TURNS // 2 :]]
+    parts = rewards_text(row).splitlines()[1:]
+    return row | {"prompt": turns[:first], "completion": followed, "gold": gold_text(row), "parts": parts}
 
 
 def _visible(text: str) -> Markup:

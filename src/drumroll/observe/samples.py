@@ -1,30 +1,199 @@
-"""Shows recorded samples as a table in the terminal, with the tracebacks of those that failed."""
+"""Finds recorded samples and shows them: gold answer, reward parts, whole dialogue.
+
+The terminal, `--json` and the report show the same rows. Only the files, columns and tokens that are asked for are read.
+"""
 
 from __future__ import annotations
 
-from rich.console import Group
-from rich.markup import escape
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from drumroll.observe.conditions import Condition
+from drumroll.observe.dialogue import Message, open_decoder, sample_dialogue
 from drumroll.observe.failures import by_cause
 from drumroll.runfiles.reader import RunReader
+from drumroll.runfiles.rollouts import RolloutFile
+from drumroll.sample import Owner
 
-COLUMNS = ("step", "kind", "id", "domain", "prompt", "completion", "reward", "stop", "fate", "failure", "traceback")
+Row = dict[str, Any]
+GOLD = "answer"
+"""The column of a dataset's row that holds the right answer."""
+RECORDED = (
+    *("step", "kind", "id", "prompt_id", "domain", "prompt", "completion", "columns", "reward", "rewards", "stop", "fate"),
+    *("success", "failure", "traceback", "notes", "turns"),
+)
+"""The columns that are read of a sample to show it; of its tokens only the texts are shown."""
+CONTROLS = {i: 0x2400 + i for i in range(32) if i not in (9, 10)} | {0x7F: 0x2421}
+"""Control characters and the pictures shown for them (␀, ␛, ...): a model's text must not control a terminal or a browser."""
+COMPUTED: dict[str, tuple[Sequence[str], Callable[[Row], Any]]] = {
+    "answer": (("columns",), lambda row: _gold(row)),
+    "reward": (("reward",), lambda row: _number(row["reward"])),
+    "turns": (("turns",), lambda row: len(row["turns"])),
+    "tokens": (("traces",), lambda row: sum(trace["owners"].count(Owner.POLICY) for trace in row["traces"] or ())),
+}
+"""Columns of conditions that are not as recorded: the recorded columns that they need, and their value."""
+CONDITION_COLUMNS = tuple(dict.fromkeys((*RECORDED, *COMPUTED)))
+SHORT = 240
+"""Characters of a text in the table; `--full` shows all."""
 
 
-def sample_table(run: RunReader, step: int | None, kind: str | None, domain: str | None, limit: int) -> Group:
-    """Show the samples of a step: the given one, or the last recorded. Each kind of failure shows its traceback once."""
-    recorded = sorted({file.step for file in run.rollouts(kind=kind)}, reverse=True) if step is None else [step]
-    found = ((s, list(run.select(COLUMNS, step=s, kind=kind, domain=domain))) for s in recorded)
-    chosen, rows = next(((s, rows) for s, rows in found if rows), (step or 0, []))
-    table = Table(title=f"{run.path}, step {chosen}", title_justify="left")
-    for column in ("sample", "kind", "domain", "prompt", "completion", "reward", "stop", "fate"):
+def find_samples(
+    run: RunReader,
+    *,
+    step: int | None = None,
+    kind: str | None = None,
+    domain: str | None = None,
+    where: str | None = None,
+    limit: int = 20,
+) -> list[Row]:
+    """Return samples of a step: the given one, or the newest with some; with a condition, of as many steps as are needed."""
+    condition = None if where is None else Condition(where, CONDITION_COLUMNS)
+    files = sorted(run.rollouts(step=step, kind=kind), key=lambda file: (-file.step, file.kind != "train"))
+    found: list[Row] = []
+    for file in files:
+        if len(found) >= limit or (found and condition is None and file.step != found[0]["step"]):
+            break
+        found += _of_file(run, file, domain, condition)[: limit - len(found)]
+    return with_dialogues(run, found)
+
+
+def _of_file(run: RunReader, file: RolloutFile, domain: str | None, condition: Condition | None) -> list[Row]:
+    """Read the rows of a file; those that a condition does not want are read no further than it needs."""
+    chosen = {"step": file.step, "kind": file.kind, "domain": domain}
+    if condition is None:
+        return list(run.select(RECORDED, **chosen))
+    keys = ("id", "prompt_id")
+    needed = dict.fromkeys((*keys, *(name for column in condition.used for name in _needed(column))))
+    rows = list(run.select(tuple(needed), **chosen))
+    hits = [tuple(rows[i][key] for key in keys) for i in condition.matches(map(_values(condition.used), rows))]
+    if not hits:
+        return []
+    wanted = set(hits)
+    return [
+        row for row in run.select(RECORDED, **chosen, ids={name for name, _ in hits}) if (row["id"], row["prompt_id"]) in wanted
+    ]
+
+
+def _needed(column: str) -> Sequence[str]:
+    return COMPUTED[column][0] if column in COMPUTED else (column,)
+
+
+def _values(columns: Iterable[str]) -> Callable[[Row], Row]:
+    """Make a row's values fit for SQLite: lists and mappings become JSON."""
+
+    def value(row: Row, column: str) -> Any:
+        found = COMPUTED[column][1](row) if column in COMPUTED else row[column]
+        return found if found is None or isinstance(found, str | int | float) else json.dumps(found, default=str)
+
+    return lambda row: {column: value(row, column) for column in columns}
+
+
+def _gold(row: Mapping[str, Any]) -> Any:
+    columns = row["columns"]
+    return columns.get(GOLD) if isinstance(columns, dict) else None
+
+
+def _number(value: float | None) -> float | None:
+    """A recorded float32 as it was before: 0.3 and not 0.30000001192."""
+    return None if value is None else float(f"{value:.7g}")
+
+
+def with_dialogues(run: RunReader, rows: Sequence[Row]) -> list[Row]:
+    """Add the gold answer and the dialogue to rows of the columns `RECORDED`; tokens of other samples are not read."""
+    decoder = open_decoder(run) if rows else None
+    traces: dict[tuple[Any, ...], Any] = {}
+    for step, kind in dict.fromkeys((row["step"], row["kind"]) for row in rows) if decoder else ():
+        ids = {row["id"] for row in rows if (row["step"], row["kind"]) == (step, kind)}
+        for row in run.select(("id", "prompt_id", "traces"), ids=ids, step=step, kind=kind):
+            traces[step, kind, row["id"], row["prompt_id"]] = row["traces"]
+
+    def dialogue(row: Row) -> list[Message]:
+        return sample_dialogue(row, traces.get((row["step"], row["kind"], row["id"], row["prompt_id"])), decoder)
+
+    return [{**row, "reward": _number(row["reward"]), "answer": _gold(row), "dialogue": dialogue(row)} for row in rows]
+
+
+def json_lines(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield each row as a JSON object."""
+    for row in rows:
+        yield json.dumps(row, ensure_ascii=False, default=str)
+
+
+# --- for people ---
+
+
+def sample_table(run: RunReader, rows: Sequence[Row]) -> Group:
+    """Show samples as a table, long texts cut. Each kind of failure shows its traceback once."""
+    steps = sorted({row["step"] for row in rows})
+    title = f"{run.path}, " + (
+        f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}" if steps else "no samples"
+    )
+    table = Table(title=Text(title), title_justify="left")
+    for column in ("sample", "domain", "dialogue", "gold", "reward", "stop", "fate"):
         table.add_column(column, overflow="fold")
-    for row in rows[:limit]:
-        reward = escape(row["failure"] or "–") if row["reward"] is None else f"{row['reward']:.3g}"
-        texts = (row["id"], row["kind"], row["domain"], row["prompt"], row["completion"])
-        table.add_row(*(escape(t) for t in texts), reward, row["stop"] or "–", row["fate"] or "–")
+    for row in rows:
+        name = row["id"] if len(steps) == 1 else f"{row['step']}: {row['id']}"
+        reward = row["failure"] or "–" if row["reward"] is None else rewards_text(row)
+        texts = (visible(row["domain"]), _short_dialogue(row["dialogue"]), shortened(gold_text(row)), visible(reward))
+        table.add_row(Text(f"{name}\n{row['kind']}"), *texts, row["stop"] or "–", row["fate"] or "–")
     failed = by_cause((r["id"], r["failure"], r["traceback"] or "") for r in rows if r["failure"])
     tracebacks = (f"{t.count} failed; the first is {t.first}: {t.describe()}" for t in failed if t.traceback)
-    return Group(table, *(Text(text) for text in tracebacks))
+    more = 'drumroll run samples --full shows whole texts, --where "reward < 0.5" selects, --json prints objects'
+    return Group(table, *(visible(text) for text in tracebacks), Text(more, style="dim"))
+
+
+def full_samples(rows: Iterable[Row]) -> Iterator[RenderableType]:
+    """Yield everything of each sample, one under another."""
+    for row in rows:
+        yield Rule(visible(f"step {row['step']} {row['kind']} · sample {row['id']} · {row['domain']}"), align="left")
+        for message in row["dialogue"]:
+            yield Text(message["role"], style="bold")
+            yield visible(message["content"])
+        facts = {"gold": gold_text(row), "reward": rewards_text(row), "stop": row["stop"], "fate": row["fate"]}
+        facts |= {"failure": row["failure"], "traceback": row["traceback"], "notes": "\n".join(row["notes"] or ())}
+        table = Table.grid(padding=(0, 2))
+        for name, text in facts.items():
+            if text:
+                table.add_row(Text(name, style="bold"), visible(str(text)))
+        yield table
+
+
+def gold_text(row: Row) -> str:
+    """The gold answer as text; empty where the dataset has none."""
+    gold = row["answer"]
+    return "" if gold is None else gold if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False, default=str)
+
+
+def rewards_text(row: Row) -> str:
+    """The reward, and its parts where there are several or one differs from it."""
+    if row["reward"] is None:
+        return "–"
+    parts = row["rewards"] or {}
+    lines = [f"{row['reward']:.4g}"]
+    if len(parts) > 1 or any(abs(value - row["reward"]) > 1e-6 for value in parts.values()):
+        lines += [f"{name} {value:.4g}" for name, value in parts.items()]
+    return "\n".join(lines)
+
+
+def visible(text: str) -> Text:
+    """A text for the terminal: no markup, and control characters as pictures."""
+    return Text(text.translate(CONTROLS))
+
+
+def shortened(text: str, most: int = SHORT) -> Text:
+    """A text for the terminal with its middle cut out if it is long."""
+    return visible(text if len(text) <= most else f"{text[: most * 2 // 3]} […] {text[-most // 3 :]}")
+
+
+def _short_dialogue(dialogue: Sequence[Message]) -> Text:
+    """The first turns and the last ones, each cut."""
+    left_out = len(dialogue) - 6
+    shown = dialogue if left_out <= 0 else [*dialogue[:3], {"role": "…", "content": f"{left_out} turns"}, *dialogue[-3:]]
+    lines = [Text.assemble((f"{m['role']} ", "bold"), shortened(m["content"])) for m in shown]
+    return Text("\n").join(lines)

@@ -25,7 +25,7 @@ from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 from drumroll.session import Session
 from drumroll.workers.runtime import Workers
 
-ONLY_RL = ("train/mismatch", "train/kl")
+ONLY_RL = ("train/mismatch", "train/kl_behaviour")
 
 
 class Demonstrations:

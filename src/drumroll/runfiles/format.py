@@ -20,6 +20,8 @@ FORMAT = 1
 FORMAT_FILE = "format.json"
 CONFIG, METRICS, SUMMARY, LEDGER, REPORT = "config.yaml", "metrics.jsonl", "summary.json", "ledger.sqlite", "report.html"
 ROLLOUTS, CHECKPOINTS, MODEL, RESCORED = "rollouts", "checkpoints", "model", "rescored"
+OUTCOME = "outcome.json"
+"""How a process that trained in the run ended, if it did not finish: its `state` (interrupted, failed) and `error`."""
 
 
 @dataclass(frozen=True)

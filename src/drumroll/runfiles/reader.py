@@ -16,7 +16,7 @@ import yaml
 
 from drumroll.errors import StoreError
 from drumroll.runfiles.checkpoints import CheckpointFolder
-from drumroll.runfiles.format import CHECKPOINTS, CONFIG, LEDGER, METRICS, MODEL, ROLLOUTS, SUMMARY, read_format
+from drumroll.runfiles.format import CHECKPOINTS, CONFIG, LEDGER, METRICS, MODEL, OUTCOME, ROLLOUTS, SUMMARY, read_format
 from drumroll.runfiles.ledger_queries import LedgerReader
 from drumroll.runfiles.rollouts import RolloutFile, read_failures, read_outcomes, read_samples, rollout_files, rollout_path
 
@@ -59,6 +59,14 @@ class RunReader:
         """Before and after, steps and seconds; empty while the run is unfinished."""
         try:
             return json.loads((self.path / SUMMARY).read_text("utf-8"))
+        except FileNotFoundError:
+            return {}
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """How the last process that trained here ended, if it did not finish: `state` and `error`; empty if nobody knows."""
+        try:
+            return json.loads((self.path / OUTCOME).read_text("utf-8"))
         except FileNotFoundError:
             return {}
 

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -56,7 +57,25 @@ def locked(path: Path) -> Generator[bool]:
                 path.rmdir()
 
 
+def in_use(path: Path) -> bool:
+    """Whether a process trains in a run directory, as far as its file system can tell."""
+    try:
+        handle = os.open(path / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
 def _acquire(file: Path) -> tuple[int, bool]:
+    tries = 0
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         exclusive = True
@@ -65,6 +84,9 @@ def _acquire(file: Path) -> tuple[int, bool]:
         except BlockingIOError:
             text = os.read(handle, 4096)
             os.close(handle)
+            if (tries := tries + 1) < 3:  # `in_use` holds the lock for a moment
+                time.sleep(0.02)
+                continue
             raise StoreError(f"{file.parent} is in use by {_holder(text)}; wait until it ends, or stop it first.") from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from drumroll.config import RunConfig, dump, load
-from drumroll.errors import StoreError
+from drumroll.errors import Interrupted, StoreError
 from drumroll.runfiles.durable import append_text, explained, make_folder, new_folder, sync, write_text
 from drumroll.runfiles.format import (
     CHECKPOINTS,
@@ -25,6 +25,7 @@ from drumroll.runfiles.format import (
     FORMAT_FILE,
     LEDGER,
     METRICS,
+    OUTCOME,
     REPORT,
     ROLLOUTS,
     SUMMARY,
@@ -41,7 +42,7 @@ BEFORE_CONFIG = {LOCK, FORMAT_FILE, f".{FORMAT_FILE}.tmp", f".{CONFIG}.tmp"}
 """Files of a run directory whose creation was interrupted."""
 BEFORE_A_STEP = {
     *(*BEFORE_CONFIG, CONFIG, METRICS, ROLLOUTS, CHECKPOINTS, LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm"),
-    *("judge.jsonl", "tensorboard", "wandb", REPORT),
+    *("judge.jsonl", "tensorboard", "wandb", REPORT, OUTCOME),
 }
 """Files of a run that ended before its first step."""
 
@@ -123,6 +124,21 @@ class Run(RunReader):
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
         write_text(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+    @contextmanager
+    def recorded_end(self) -> Generator[None]:
+        """Record in `outcome.json` how a block of training ends that does not finish: interrupted or failed, and by what."""
+        (self.path / OUTCOME).unlink(missing_ok=True)
+        try:
+            yield
+        except BaseException as error:
+            stopped = isinstance(error, Interrupted) or not isinstance(error, Exception)  # Ctrl-C, a cancelled task
+            text = (str(error).strip() or type(error).__name__).splitlines()[0]
+            with suppress(StoreError):  # the disk may be what failed
+                write_text(
+                    self.path / OUTCOME, json.dumps({"state": "interrupted" if stopped else "failed", "error": text}) + "\n"
+                )
+            raise
 
     @contextmanager
     def new_model(self) -> Generator[Path]:

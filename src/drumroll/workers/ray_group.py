@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, cast
 
@@ -29,6 +30,9 @@ from drumroll.processes.rendezvous import address_of
 from drumroll.workers.group import P, R, ReplaceableGroup, Role, T, W
 from drumroll.workers.server import About, Failure, WorkerError, WorkerLost, WorkerServer, WorkerTimeout
 
+os.environ.setdefault(  # Ray reads it when it is imported: what it prints of deaths, which we tell in a sentence
+    "RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|has been marked dead|killed due to memory pressure"
+)
 try:
     import ray
 except ImportError:
@@ -78,9 +82,14 @@ def _gpu(variable: str) -> str:
 
 NICENESS = "RAY_worker_niceness"
 """Ray starts workers at niceness 15: beside any other work on the machine they would hardly run."""
-ACTOR: Any = ray.remote(_Server)
 GPU: Any = ray.remote(_gpu)
 ADDRESS: Any = ray.remote(address_of)
+
+
+@cache
+def _actor(name: str) -> Any:
+    """An actor class of its own for each worker: Ray gives a process, and the dashboard its entry, the name of the class."""
+    return ray.remote(type(name, (_Server,), {}))
 
 
 class RayRuntime:
@@ -335,7 +344,9 @@ class RayGroup(ReplaceableGroup[W]):
         runtime.groups.append(self)
 
     def _start(self, rank: int) -> _Actor:
-        server = ACTOR.options(**self.runtime.options(self.device_sets[rank])).remote(self._urgent)
+        server = (
+            _actor(f"drumroll-{self.role}-{rank}").options(**self.runtime.options(self.device_sets[rank])).remote(self._urgent)
+        )
         return _Actor(server, server.open.remote(self.factories[rank]))
 
     async def ready(self) -> None:

@@ -1,0 +1,82 @@
+"""What each metric means, in a sentence: for `drumroll train -v`, the report, and people who read metrics.jsonl."""
+
+from __future__ import annotations
+
+import re
+
+LEGEND = (
+    (r"reward/[^/]+", "Mean reward of the samples trained on, of one domain."),
+    (r"reward/[^/]+/.+", "Mean of one part of the reward, before its weight."),
+    (r"eval/[^/@]+", "Mean reward on a held-out set, as its section decodes it (greedy by default)."),
+    (r"eval/.+/pass@\d+", "Share of a held-out set's prompts of which at least one of so many samples passes."),
+    (r"eval/[^/@]+/sampled", "Mean reward on a held-out set of samples drawn at a temperature."),
+    (r"(environment|eval)/.+/success", "Share of episodes that succeed."),
+    (r"(environment|eval)/.+/effective", "Share of actions that change the environment."),
+    (r"(environment|eval)/.+/malformed", "Share of turns that the environment cannot read."),
+    (r"(environment|eval)/.+/turns", "Turns per episode."),
+    (
+        r"train/loss",
+        "The objective that is minimised. Where the ratio of every token is 1 (one update per batch), a policy loss is minus the mean "
+        "advantage, so a value near 0 is normal and says nothing about learning: look at the reward.",
+    ),
+    (r"critic/loss", "Squared error of the critic's values."),
+    (r"(train|critic)/tokens", "Tokens that were trained on; groups without signal are left out where that is exact."),
+    (r"(train|critic)/grad_norm", "Norm of the gradient before clipping."),
+    (r"(train|critic)/lr", "Learning rate."),
+    (r"train/entropy", "Mean entropy of the policy at the tokens trained on, in nats."),
+    (
+        r"train/kl_behaviour",
+        "Mean log-prob of the trained tokens when they were sampled, minus now: how far the updates of this step moved the policy "
+        "from the one that sampled. It is no KL to a reference.",
+    ),
+    (r"train/kl_reference", "KL of the policy to the reference model, per token, as the algorithm estimates it."),
+    (r"train/kl_teacher", "KL of the policy to the teacher, per token, as the algorithm estimates it."),
+    (r"train/kl_reward", "KL to the reference that was subtracted from the rewards."),
+    (r"train/kl_coefficient", "Present coefficient of the KL term."),
+    (r"train/mismatch", "Largest gap of a step between the log-probs that engine and learner give the same token."),
+    (
+        r"train/ratio.*",
+        "Ratio of a token's probability now to that at the start of the update; 1 if there is one update per batch.",
+    ),
+    (r"train/behaviour_ratio.*", "Ratio of a token's probability at the start of the update to that when it was sampled."),
+    (r"(train|critic)/clipped", "Share of tokens at which clipping holds the update back."),
+    (r"train/correction.*", "Weight by which tokens of older weights are corrected."),
+    (r"train/effective_samples", "Effective sample size of the corrected tokens, as a share."),
+    (r"(train|critic)/expert_load/.+", "Tokens of the busiest expert, relative to the mean."),
+    (r"(train|critic)/experts_idle", "Share of experts that no token visited."),
+    (r"(train|critic)/router_entropy", "Mean entropy of the choice of experts, in nats."),
+    (r"critic/explained", "Share of the returns' variance that the critic explains."),
+    (r"critic/value", "Mean value that the critic gives."),
+    (r"rollout/tokens", "Tokens that the policy wrote in this step's samples."),
+    (r"rollout/length", "Mean tokens that the policy wrote per sample."),
+    (r"rollout/length_max", "Tokens of the longest sample."),
+    (r"rollout/truncated", "Share of samples that were cut at rollout.max_tokens or at the context."),
+    (r"rollout/staleness", "Mean age of the weights that wrote the samples, in updates."),
+    (
+        r"rollout/zero_variance",
+        "Share of groups whose samples all got the same reward: no signal for group-relative advantages.",
+    ),
+    (r"rollout/started", "Samples started since the last step."),
+    (r"rollout/retried", "Generations and rewards that were tried again."),
+    (r"rollout/failed", "Samples that failed."),
+    (r"rollout/length_bias", "How much longer (or, below 0, shorter) accepted samples are than all that finished, as a share."),
+    (r"rollout/groups_.+", "Groups that were not trained on, by fate."),
+    (r"rollout/deadlines/.+", "Rewards that ran into a time limit, by the clock that struck."),
+    (r"rollout/tokens_per_s", "Tokens written per second of generation."),
+    (r"time/tokens_per_s", "Tokens written per second of the whole step."),
+    (r"time/step", "Seconds of the step, without evaluation and checkpoints."),
+    (r"time/checkpoint_write", "Seconds in which a checkpoint was written beside the loop."),
+    (r"time/.+", "Seconds in a stage of the step."),
+    (r"memory/.+", "Peak memory of a role in a stage, in GB: the sum of its processes, `max` the largest."),
+    (r"data/overlong", "Prompts that were left out because they are longer than data.max_prompt_tokens."),
+    (r"data/skipped", "Rows that could not be used."),
+    (r"data/epoch", "Passes over the largest dataset."),
+    (r"judge/.+", "Questions to the judge: how many, how long, at what cost."),
+)
+"""Patterns of names and their meanings; the first that fits counts."""
+_COMPILED = tuple((re.compile(pattern), meaning) for pattern, meaning in LEGEND)
+
+
+def meaning(name: str) -> str:
+    """Return what a metric means; an empty text for a name that is not ours."""
+    return next((text for pattern, text in _COMPILED if pattern.fullmatch(name)), "")
