@@ -31,6 +31,8 @@ from drumroll.models import loading, tiny
 from drumroll.rollout.evaluation import Evaluator
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.sample import Owner, Prompt, Sample, Scene, StopReason, episode_seed
+from drumroll.serve.chat import marks, place
+from drumroll.serve.traces import Calls
 from drumroll.stages import describe
 
 # --- chat templates, written after the habits of published ones ---
@@ -223,6 +225,37 @@ def test_earlier_turns_are_shown_as_sampled_if_asked(name):
     check_trained(groups, calls)
     check_shown(groups, renderer, keeps=chat_renderer(KEEPS))
     assert {len(s.traces) for g in groups for s in g.samples} == {1}
+
+
+talks = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "<think>\nb\n</think>\n\nc", "<think>d</think>", "e</think>f"]), st.sampled_from(["user", "tool"])
+    ),
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(talks)
+def test_the_endpoint_departs_where_episodes_do(name, turns):
+    renderer, calls, messages = chat_renderer(TEMPLATES[name]), Calls(), [{"role": "user", "content": "hi"}]
+    talk = Conversation(renderer, "hi")
+    seen = talk.prompt()
+    for said, role in (*turns, ("end", "user")):
+        now = place(renderer, messages, [], calls.along(marks(messages, [])))
+        written = Completion([*ENCODE(said), EOS], [-1.0] * (len(said) + 1), [0] * (len(said) + 1), StopReason.EOS)
+        answer = {"role": role, "content": "so"}
+        messages.append({"role": "assistant", "content": said})
+        call = calls.add(now.parent, now.tokens, written, marks(messages, []), now.text, said)
+        assert call.seen() == seen
+        messages.append(answer)
+        kept, tokens = talk.advance(said, len(written.tokens), [answer], EOS)
+        seen = [*call.after()[:kept], *tokens]
+    traces, spans = calls.traces()
+    assert sum(owner is Owner.POLICY for trace in traces for owner in trace.owners) == sum(
+        len(c.written.tokens) for c in calls.all
+    )
+    assert all(traces[turn.trace].tokens[: turn.start] == call.seen() for call, turn in zip(calls.all, spans, strict=True))
 
 
 # --- limits of thoughts ---
