@@ -299,14 +299,15 @@ def test_a_stop_string_that_the_closing_tag_completes_ends_the_turn():
     tag = closing_tag(TOKENIZER)
 
     def turn(*stop):
-        sampling = Sampling(max_tokens=60, stop=stop, max_thinking=4)
+        sampling = Sampling(max_tokens=60, stop=stop, max_thinking=12)
         text = Continuation("w", [1], sampling, 0, TOKENIZER.decode, closing=tag)
-        done = asyncio.run(text.run(Scripted([*ENCODE(f"{OPENING}{'a' * 12}bcd{'e' * 9}"), EOS]).generate))
+        done = asyncio.run(text.run(Scripted([*ENCODE(f"{OPENING}{'a' * 20}bcd{'e' * 9}"), EOS]).generate))
         return TOKENIZER.decode(done.tokens), done.stop
 
-    assert turn() == (f"{OPENING}aaaa{CLOSING}bcd{'e' * 9}<eos>", StopReason.EOS)
-    assert turn(CLOSING) == (f"{OPENING}aaaa{CLOSING}", StopReason.STOP_STRING)
-    assert turn(f"{CLOSING}bc") == (f"{OPENING}aaaa{CLOSING}bc", StopReason.STOP_STRING)
+    assert turn() == (f"{OPENING}{'a' * 12}{CLOSING}bcd{'e' * 9}<eos>", StopReason.EOS)
+    assert turn(CLOSING) == (f"{OPENING}{'a' * 12}{CLOSING}", StopReason.STOP_STRING)
+    assert turn(">bcdeeee") == (f"{OPENING}{'a' * 12}{CLOSING}bcdeeee", StopReason.STOP_STRING)
+    assert turn(f"{CLOSING}bc") == (f"{OPENING}{'a' * 12}{CLOSING}bc", StopReason.STOP_STRING)
 
 
 def test_training_and_evaluation_write_the_answer_after_a_cut_thought():
