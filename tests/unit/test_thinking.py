@@ -31,6 +31,8 @@ from drumroll.models import loading, tiny
 from drumroll.rollout.evaluation import Evaluator
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.sample import Owner, Prompt, Sample, Scene, StopReason, episode_seed
+from drumroll.serve.chat import marks, place
+from drumroll.serve.traces import Calls
 from drumroll.stages import describe
 
 # --- chat templates, written after the habits of published ones ---
@@ -225,6 +227,37 @@ def test_earlier_turns_are_shown_as_sampled_if_asked(name):
     assert {len(s.traces) for g in groups for s in g.samples} == {1}
 
 
+talks = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "<think>\nb\n</think>\n\nc", "<think>d</think>", "e</think>f"]), st.sampled_from(["user", "tool"])
+    ),
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(talks)
+def test_the_endpoint_departs_where_episodes_do(name, turns):
+    renderer, calls, messages = chat_renderer(TEMPLATES[name]), Calls(), [{"role": "user", "content": "hi"}]
+    talk = Conversation(renderer, "hi")
+    seen = talk.prompt()
+    for said, role in (*turns, ("end", "user")):
+        now = place(renderer, messages, [], calls.along(marks(messages, [])))
+        written = Completion([*ENCODE(said), EOS], [-1.0] * (len(said) + 1), [0] * (len(said) + 1), StopReason.EOS)
+        answer = {"role": role, "content": "so"}
+        messages.append({"role": "assistant", "content": said})
+        call = calls.add(now.parent, now.tokens, written, marks(messages, []), now.text, said)
+        assert call.seen() == seen
+        messages.append(answer)
+        kept, tokens = talk.advance(said, len(written.tokens), [answer], EOS)
+        seen = [*call.after()[:kept], *tokens]
+    traces, spans = calls.traces()
+    assert sum(owner is Owner.POLICY for trace in traces for owner in trace.owners) == sum(
+        len(c.written.tokens) for c in calls.all
+    )
+    assert all(traces[turn.trace].tokens[: turn.start] == call.seen() for call, turn in zip(calls.all, spans, strict=True))
+
+
 # --- limits of thoughts ---
 
 
@@ -266,14 +299,15 @@ def test_a_stop_string_that_the_closing_tag_completes_ends_the_turn():
     tag = closing_tag(TOKENIZER)
 
     def turn(*stop):
-        sampling = Sampling(max_tokens=60, stop=stop, max_thinking=4)
+        sampling = Sampling(max_tokens=60, stop=stop, max_thinking=12)
         text = Continuation("w", [1], sampling, 0, TOKENIZER.decode, closing=tag)
-        done = asyncio.run(text.run(Scripted([*ENCODE(f"{OPENING}{'a' * 12}bcd{'e' * 9}"), EOS]).generate))
+        done = asyncio.run(text.run(Scripted([*ENCODE(f"{OPENING}{'a' * 20}bcd{'e' * 9}"), EOS]).generate))
         return TOKENIZER.decode(done.tokens), done.stop
 
-    assert turn() == (f"{OPENING}aaaa{CLOSING}bcd{'e' * 9}<eos>", StopReason.EOS)
-    assert turn(CLOSING) == (f"{OPENING}aaaa{CLOSING}", StopReason.STOP_STRING)
-    assert turn(f"{CLOSING}bc") == (f"{OPENING}aaaa{CLOSING}bc", StopReason.STOP_STRING)
+    assert turn() == (f"{OPENING}{'a' * 12}{CLOSING}bcd{'e' * 9}<eos>", StopReason.EOS)
+    assert turn(CLOSING) == (f"{OPENING}{'a' * 12}{CLOSING}", StopReason.STOP_STRING)
+    assert turn(">bcdeeee") == (f"{OPENING}{'a' * 12}{CLOSING}bcdeeee", StopReason.STOP_STRING)
+    assert turn(f"{CLOSING}bc") == (f"{OPENING}{'a' * 12}{CLOSING}bc", StopReason.STOP_STRING)
 
 
 def test_training_and_evaluation_write_the_answer_after_a_cut_thought():

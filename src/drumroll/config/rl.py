@@ -81,11 +81,16 @@ class RLConfig(RunConfig):
         ]
 
     @model_validator(mode="after")
-    def _context_is_a_trajectorys(self) -> Self:
+    def _is_a_trajectorys(self) -> Self:
         if self.environment.mode == "step" and self.environment.context is not None:
             raise ValueError(
                 f"environment.context: {self.environment.context} bounds whole episodes, but with environment.mode: step a trace is "
                 "one turn; data.max_prompt_tokens bounds what it shows"
+            )
+        if self.environment.mode == "step" and self.environment.earlier_turns == "sampled":
+            raise ValueError(
+                "environment.earlier_turns: sampled continues one trace, but with environment.mode: step every turn is a trace, which "
+                "shows earlier turns as the chat template does; set environment.mode: trajectory"
             )
         return self
 
