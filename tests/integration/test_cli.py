@@ -94,6 +94,7 @@ def test_a_reward_that_always_fails_stops_after_the_first_batch(drumroll, recipe
     failed = re.search(r"all (\d+) samples of the step failed, so there is nothing to train on", result[2])
     assert failed, result
     assert 16 <= int(failed[1]) < 50 * 16  # a batch, and what failed beside it before the step was given up
+    assert [line["state"] for line in map(json.loads, drumroll("runs", str(tmp_path), "--json")[1].splitlines())] == ["failed"]
 
 
 def test_a_reward_that_does_not_exist(drumroll, recipe, tmp_path):
@@ -252,6 +253,7 @@ def test_ctrl_c_saves_and_the_run_resumes(recipe, tmp_path, when):
     run = Run.open(tmp_path / "runs" / "small")
     step = run.checkpoints.steps()[-1]
     assert step == run.metrics[-1]["step"]
+    assert run.outcome["state"] == "interrupted"
     resumed = train(resume=run.path, overrides=[f"steps={step + 1}"])
     assert [m["step"] for m in resumed.metrics] == list(range(step + 2))
 

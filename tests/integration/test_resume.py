@@ -233,12 +233,14 @@ def test_a_second_process_on_a_run_directory_is_refused(small, tmp_path, drumrol
             code, _, err = drumroll("train", *arguments)
             assert (code, err.count("\n")) == (2, 1)
             assert f"small is in use by process {first.pid} on" in err
-        assert drumroll("run", "status", str(path))[0] == 0
+        code, out, _ = drumroll("run", "status", str(path))
+        assert (code, f"{path}: running, " in out) == (0, True)
         assert first.poll() is None
     finally:
         first.kill()
         first.wait()
     assert Run.open(path).metrics
+    assert f"{path}: interrupted, " in drumroll("run", "status", str(path))[1]  # killed
 
 
 PLANTED = """

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drumroll.observe.runs import HELD_OUT, setting
+from drumroll.runfiles.durable import write_text
 from drumroll.runfiles.format import read_format
 from drumroll.runfiles.reader import RunReader
 
@@ -16,7 +17,7 @@ CARD = "README.md"
 
 def write_card(folder: Path, run: RunReader, step: int, *, adapter: bool = False) -> None:
     """Write the card of a run's model at a step into its folder; `adapter`: it holds LoRA adapters alone."""
-    (folder / CARD).write_text("\n".join(_lines(run, step, adapter)) + "\n", "utf-8")
+    write_text(folder / CARD, "\n".join(_lines(run, step, adapter)) + "\n")
 
 
 def _lines(run: RunReader, step: int, adapter: bool) -> Iterator[str]:

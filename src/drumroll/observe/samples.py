@@ -148,8 +148,10 @@ def sample_table(run: RunReader, rows: Sequence[Row]) -> Group:
     return Group(table, *(visible(text) for text in tracebacks), Text(more, style="dim"))
 
 
-def full_samples(rows: Iterable[Row]) -> Iterator[RenderableType]:
+def full_samples(rows: Sequence[Row]) -> Iterator[RenderableType]:
     """Yield everything of each sample, one under another."""
+    if not rows:
+        yield "no samples"
     for row in rows:
         yield Rule(visible(f"step {row['step']} {row['kind']} · sample {row['id']} · {row['domain']}"), align="left")
         for message in row["dialogue"]:

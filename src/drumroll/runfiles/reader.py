@@ -72,7 +72,7 @@ class RunReader:
 
     @property
     def model_path(self) -> Path:
-        """The trained model: a plain Hugging Face directory, once the run has finished."""
+        """The model of the last step: a plain Hugging Face directory, once the run has finished."""
         return self.path / MODEL
 
     @property
