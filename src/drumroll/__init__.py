@@ -27,18 +27,18 @@ __all__ = [
     "train",
 ]
 _HOMES = {
-    **dict.fromkeys(("evaluate", "load", "rescore", "rollout", "train"), "drumroll.api"),
-    **dict.fromkeys(("Frame", "SampleRow"), "drumroll.runfiles.frames"),
-    "DrumrollError": "drumroll.errors",
-    "Run": "drumroll.store.run",
-    "Step": "drumroll.envs",
+    **dict.fromkeys(("evaluate", "load", "rescore", "rollout", "train"), ".api"),
+    **dict.fromkeys(("Frame", "SampleRow"), ".runfiles.frames"),
+    "DrumrollError": ".errors",
+    "Run": ".store.run",
+    "Step": ".envs",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import the heavy parts when they are first asked for, so that the command line answers at once."""
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module 'drumroll' has no attribute '{name}'")
 
 
