@@ -18,7 +18,7 @@ from drumroll.components import open_evaluator, open_rollouts, scan_data
 from drumroll.config import RunConfig
 from drumroll.config import load as load_config
 from drumroll.errors import ConfigError, RolloutError
-from drumroll.objects import PREFIX, check_sent, held, select, take
+from drumroll.objects import PREFIX, changed, check_sent, held, select, take
 from drumroll.observe.callbacks import Callbacks, OnMetrics, OnSample
 from drumroll.observe.notebook import Notebook, in_notebook
 from drumroll.observe.progress import Progress, Quiet
@@ -26,7 +26,7 @@ from drumroll.observe.trackers import check_installed
 from drumroll.pipelines import find_pipeline
 from drumroll.registry import import_path, search
 from drumroll.rewards import Rewards
-from drumroll.runfiles.format import CONFIG
+from drumroll.runfiles.format import CONFIG, OBJECTS
 from drumroll.runfiles.reader import RunReader
 from drumroll.sample import Group, Sample
 from drumroll.session import Session, interrupt
@@ -70,7 +70,7 @@ def train(
             with locked(opened.path) as exclusive:
                 config, given = _config(opened.path / CONFIG, overrides, _given(opened, objects))
                 reopen = partial(Run.reopen, opened.path, config, given)
-                progress = _shown(config, progress, exclusive=exclusive)
+                progress = _shown(config, progress, exclusive=exclusive, other=changed(opened.objects, given))
                 with held(given):
                     return _await(_train(config, reopen, progress, callbacks, resume=True))
         if recipe is None:
@@ -87,12 +87,13 @@ def train(
             progress.close()
 
 
-def _shown(config: RunConfig, progress: Progress | None, *, exclusive: bool) -> Progress:
-    """The given progress, or that of the place where Python runs; its first notice is a lock that does not hold."""
-    shown = progress or (Notebook(config.steps) if in_notebook() else Quiet())
+def _shown(config: RunConfig, progress: Progress | None, *, exclusive: bool, other: Sequence[str] = ()) -> Progress:
+    """The given progress, or that of the place where Python runs, told of a lock that does not hold and of `other` objects."""
+    shown, path = progress or (Notebook(config.steps) if in_notebook() else Quiet()), Path(config.output) / config.name
     if not exclusive:
-        path = Path(config.output) / config.name
         shown.notice(f"the file system of {path} has no locks: make sure that no other process trains in it.")
+    for name in other:
+        shown.notice(f"'{name}' is not the object that {path / OBJECTS} describes; the run goes on with it.")
     return shown
 
 

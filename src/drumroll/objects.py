@@ -24,6 +24,7 @@ from drumroll.errors import ConfigError
 PREFIX = "python:"
 NAMED = re.compile(r"(?:[\w.]+:)?python:\w+(?:\s*,\s*[\w.]+:\w+)*")
 """A config value that names objects: `python:NAME`, `agent:python:NAME`, `tools:python:NAME,python:NAME`."""
+DATASETS = (("data", "train"), ("eval", "sets"))
 AGENT_ARGUMENTS = {"client", "base_url"}
 """A function with one of these arguments is an agent, not the maker of an environment."""
 
@@ -55,6 +56,8 @@ def take(recipe: Mapping[str, Any], taken: Mapping[str, Any]) -> tuple[dict[str,
     def walk(value: Any, path: tuple[str, ...]) -> Any:
         if _is_source(path) and not isinstance(value, str | Path | None):
             return name(value, _name_of(value) if callable(value) else re.sub(r"\W", "_", path[-2]))
+        if path[:2] in DATASETS and len(path) < 4 and hasattr(value, "__len__") and not isinstance(value, (Mapping, str)):
+            raise ConfigError(f"{'.'.join(path)} is a {type(value).__name__}; give rows as {_example(path)}.")
         if isinstance(value, Mapping):
             return {key: walk(v, (*path, str(key))) for key, v in value.items()}
         if isinstance(value, (list, tuple)):
@@ -94,7 +97,11 @@ def _folder(module: ModuleType) -> str | None:
 
 
 def _is_source(path: tuple[str, ...]) -> bool:
-    return len(path) == 4 and path[:2] in (("data", "train"), ("eval", "sets")) and path[3] == "source"
+    return len(path) == 4 and path[:2] in DATASETS and path[3] == "source"
+
+
+def _example(path: tuple[str, ...]) -> str:
+    return ".".join(path[:2]) + f": {{'{path[2] if len(path) > 2 else 'NAME'}': {{'source': rows}}}}"
 
 
 def _is_agent(value: Any, path: tuple[str, ...]) -> bool:
@@ -241,6 +248,11 @@ def describe(value: Any) -> dict[str, Any]:
     except (OSError, TypeError):
         source = None
     return {"kind": _kind(value), "source": source}
+
+
+def changed(recorded: Mapping[str, Any], objects: Mapping[str, Any]) -> list[str]:
+    """The names of objects that a run describes in another way, or not at all."""
+    return [name for name, value in objects.items() if recorded.get(name) != describe(value)]
 
 
 def _kind(value: Any) -> str:

@@ -19,9 +19,10 @@ def test_a_notebook_trains_with_a_function_and_a_frame_plots_and_loads_the_model
     checks = nbformat.v4.new_code_cell(
         "history == [m['reward/sums'] for m in run.metrics[1:]], run.objects['correct']['source']"
     )
-    notebook.cells.append(checks)
+    mistake = nbformat.v4.new_code_cell("drumroll.train({})", metadata={"tags": ["raises-exception"]})
+    notebook.cells += [checks, mistake]
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    _, training, plotted, _, table, model, again, checked = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    _, training, plotted, _, table, model, again, checked, told = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert "6 steps in" in shown(training, "text/html")  # the progress, which ended as one output
     kinds = [output.output_type for output in training.outputs if output.output_type != "stream"]  # tqdm misses widgets
     assert kinds == ["display_data", "execute_result"]
@@ -30,5 +31,7 @@ def test_a_notebook_trains_with_a_function_and_a_frame_plots_and_loads_the_model
     assert "completion" in shown(table, "text/html")
     assert shown(model, "text/plain").startswith("'3+4=")
     assert "eval/sums" in shown(again, "text/plain")
-    assert shown(checked, "text/plain").startswith("(True, 'def correct(completion")
+    assert shown(checked, "text/plain").startswith("(True,")
+    assert "def correct(completion" in shown(checked, "text/plain")
+    assert [output.traceback for output in told.outputs] == [["ConfigError: the key 'data' is missing."]]
     assert (tmp_path / "runs" / "notebook" / "summary.json").exists()

@@ -13,6 +13,7 @@ import pytest
 import drumroll as package
 from drumroll.errors import ConfigError, DataError, Interrupted
 from drumroll.observe.notebook import Notebook, in_notebook
+from drumroll.observe.progress import Quiet
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
 
@@ -33,6 +34,14 @@ def given(small):
         return recipe
 
     return make
+
+
+class Told(Quiet):
+    def __init__(self):
+        self.heard = []
+
+    def notice(self, text):
+        self.heard.append(text)
 
 
 def test_a_run_with_objects_equals_one_with_names(small, tmp_path, mine, untimed):
@@ -77,8 +86,10 @@ def test_a_run_made_with_objects_is_continued_measured_and_scored_again(given, d
     assert package.evaluate(loaded, objects=run.given) == package.evaluate(run)
     table = package.rescore(loaded, objects={"correct": lambda completion: 2.0})
     assert list(table.columns[3].cells) == ["2.0000"]
-    resumed = package.train(resume=loaded, overrides=["steps=3"], objects=run.given)
-    for name in ("train/loss", "reward/sums", "eval/sums"):
+    told = Told()
+    resumed = package.train(resume=loaded, overrides=["steps=3"], objects={**run.given, "sums_2": ROWS[:7]}, progress=told)
+    assert told.heard == [f"'sums_2' is not the object that {run.path}/objects.json describes; the run goes on with it."]
+    for name in ("train/loss", "reward/sums"):
         assert resumed.metrics[3][name] == whole.metrics[3][name]
 
 

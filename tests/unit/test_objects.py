@@ -95,6 +95,12 @@ def test_arguments_hold_plain_values():
         take(recipe(environment={"use": "own", "args": {"scorer": module_level}}), {})
 
 
+@pytest.mark.parametrize("data", [{"train": ROWS}, {"train": {"sums": pd.DataFrame(ROWS)}}])
+def test_rows_without_a_source_are_told_where_they_belong(data):
+    with pytest.raises(ConfigError, match=r"data\.train.* is a \w+; give rows as data\.train: \{'\w+': \{'source': rows\}\}"):
+        take(recipe(data=data), {})
+
+
 def test_all_names_of_a_config_are_found():
     values = {"reward": ["python:a", {"use": "python:b"}], "environment": {"use": "agent:python:c"}, "n": 1}
     tools = {"environment": {"use": "tools:python:d, python:e"}, "system": "write python: code"}
