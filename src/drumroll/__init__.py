@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drumroll.api import evaluate, train
+    from drumroll.api import evaluate, load, rescore, rollout, train
+    from drumroll.envs import Step
+    from drumroll.errors import DrumrollError
+    from drumroll.runfiles.frames import Frame, SampleRow
     from drumroll.store.run import Run
 
 __version__ = "0.1.0"
-__all__ = ["Run", "__version__", "evaluate", "train"]
+__all__ = [
+    "DrumrollError",
+    "Frame",
+    "Run",
+    "SampleRow",
+    "Step",
+    "__version__",
+    "evaluate",
+    "load",
+    "rescore",
+    "rollout",
+    "train",
+]
+_HOMES = {
+    **dict.fromkeys(("evaluate", "load", "rescore", "rollout", "train"), ".api"),
+    **dict.fromkeys(("Frame", "SampleRow"), ".runfiles.frames"),
+    "DrumrollError": ".errors",
+    "Run": ".store.run",
+    "Step": ".envs",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import the heavy parts when they are first asked for, so that the command line answers at once."""
-    if name in ("evaluate", "train"):
-        from drumroll import api
-
-        return getattr(api, name)
-    if name == "Run":
-        from drumroll.store.run import Run
-
-        return Run
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module 'drumroll' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

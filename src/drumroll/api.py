@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.table import Table
+
 from drumroll.components import open_evaluator, open_rollouts, scan_data
-from drumroll.config import RunConfig, load
+from drumroll.config import RunConfig
+from drumroll.config import load as load_config
 from drumroll.errors import ConfigError, RolloutError
+from drumroll.objects import PREFIX, changed, check_sent, held, select, take
+from drumroll.observe.callbacks import Callbacks, OnMetrics, OnSample
+from drumroll.observe.notebook import Notebook, in_notebook
 from drumroll.observe.progress import Progress, Quiet
 from drumroll.observe.trackers import check_installed
 from drumroll.pipelines import find_pipeline
-from drumroll.registry import search
+from drumroll.registry import import_path, search
 from drumroll.rewards import Rewards
-from drumroll.runfiles.format import CONFIG
+from drumroll.runfiles.format import CONFIG, OBJECTS
 from drumroll.runfiles.reader import RunReader
 from drumroll.sample import Group, Sample
-from drumroll.session import Session
+from drumroll.session import Session, interrupt
 from drumroll.stages import describe
 from drumroll.store.lock import locked
 from drumroll.store.run import Run
 from drumroll.workers.runtime import open_workers
 
 Recipe = RunConfig | Mapping[str, Any] | str | Path
+Objects = Mapping[str, Any]
+EVALUATION = ("eval", "reward", "environment", "algorithm", "rollout")
+"""The sections of a config that an evaluation uses."""
 T = TypeVar("T")
 
 
@@ -34,38 +46,60 @@ def train(
     recipe: Recipe | None = None,
     overrides: Sequence[str] = (),
     *,
-    resume: str | Path | None = None,
+    resume: Run | str | Path | None = None,
     overwrite: bool = False,
+    objects: Objects | None = None,
+    on_step: OnMetrics | None = None,
+    on_eval: OnMetrics | None = None,
+    on_sample: OnSample | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Train by a recipe (a file, a mapping or a config), or continue the run in the directory `resume`."""
-    progress = progress or Quiet()
+    """Train by a recipe (a file, a mapping or a config), or continue a run: `resume` is a run or its directory.
+
+    A mapping may hold functions and classes where a recipe names `module:function`, and rows (a list, a DataFrame, a
+    `datasets.Dataset`) where it names a source. `objects` gives those that a recipe or a resumed run names `python:NAME`.
+
+    `on_step(step, metrics)` and `on_eval(step, metrics)` are called after each step and evaluation, `on_sample(row)` for
+    every recorded sample. An exception in one ends the run after the step's commit. `progress` shows the run; by default
+    notebooks show it, and other programs nothing.
+    """
+    callbacks = Callbacks(on_step, on_eval, on_sample)
     try:
         if resume is not None:
-            path = RunReader.open(resume).path
-            with _held(path, progress):
-                config = load(path / CONFIG, overrides).config
-                return _await(_train(config, lambda: Run.reopen(path, config), progress, resume=True))
+            opened = resume if isinstance(resume, Run) else RunReader.open(resume)
+            with locked(opened.path) as exclusive:
+                config, given = _config(opened.path / CONFIG, overrides, _given(opened, objects))
+                reopen = partial(Run.reopen, opened.path, config, given)
+                progress = _shown(config, progress, exclusive=exclusive, other=changed(opened.objects, given))
+                with held(given):
+                    return _await(_train(config, reopen, progress, callbacks, resume=True))
         if recipe is None:
             raise ConfigError("nothing to train: give a recipe, or resume=RUN.")
-        config = _config(recipe, overrides)
-        with _held(Run.check_ours(config), progress):
+        config, given = _config(recipe, overrides, objects)
+        with locked(Run.check_ours(config)) as exclusive:
             Run.check_free(config, overwrite=overwrite)
-            return _await(_train(config, lambda: Run.create(config, overwrite=overwrite), progress, resume=False))
+            create = partial(Run.create, config, overwrite=overwrite, given=given)
+            progress = _shown(config, progress, exclusive=exclusive)
+            with held(given):
+                return _await(_train(config, create, progress, callbacks, resume=False))
     finally:
-        progress.close()
+        if progress is not None:
+            progress.close()
 
 
-@contextmanager
-def _held(path: Path, progress: Progress) -> Generator[None]:
-    """Keep other processes from training in a run directory."""
-    with locked(path) as exclusive:
-        if not exclusive:
-            progress.notice(f"the file system of {path} has no locks: make sure that no other process trains in it.")
-        yield
+def _shown(config: RunConfig, progress: Progress | None, *, exclusive: bool, other: Sequence[str] = ()) -> Progress:
+    """The given progress, or that of the place where Python runs, told of a lock that does not hold and of `other` objects."""
+    shown, path = progress or (Notebook(config.steps) if in_notebook() else Quiet()), Path(config.output) / config.name
+    if not exclusive:
+        shown.notice(f"the file system of {path} has no locks: make sure that no other process trains in it.")
+    for name in other:
+        shown.notice(f"'{name}' is not the object that {path / OBJECTS} describes; the run goes on with it.")
+    return shown
 
 
-async def _train(config: RunConfig, open_run: Callable[[], Run], progress: Progress, *, resume: bool) -> Run:
+async def _train(
+    config: RunConfig, open_run: Callable[[], Run], progress: Progress, callbacks: Callbacks, *, resume: bool
+) -> Run:
     """Models, data and rewards are opened first: a recipe that does not work leaves no run directory and replaces none."""
     pipeline = find_pipeline(config.pipeline)
     _look(config)
@@ -73,7 +107,7 @@ async def _train(config: RunConfig, open_run: Callable[[], Run], progress: Progr
     try:
         evaluator = open_evaluator(config, workers)
         parts = pipeline.open(config, workers)
-        session = Session(open_run(), workers, evaluator, progress, resume=resume)
+        session = Session(open_run(), workers, evaluator, progress, resume=resume, callbacks=callbacks)
         await session.drive(pipeline.train(session, config, parts))
         return session.run
     finally:
@@ -85,19 +119,34 @@ def _look(config: RunConfig) -> None:
     search(config.import_from)
     rewards = Rewards(config.rewards())
     rewards.check_roles(judge=config.roles.judge, reward_model=config.roles.reward_model)
+    for reward in (r for rewards in config.rewards().values() for r in rewards if r.use.startswith(PREFIX)):
+        if not iscoroutinefunction(import_path(reward.use, "reward")):
+            check_sent(reward.use.removeprefix(PREFIX), "reward")
     check_installed(config.trackers)
     scan_data(config, rewards.required_columns)
 
 
-def evaluate(model: str | Path, recipe: Recipe, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Measure a model, or the model of a run directory, on the recipe's held-out sets."""
-    path = Path(model)
+def evaluate(
+    model: Run | str | Path, recipe: Recipe | None = None, overrides: Sequence[str] = (), *, objects: Objects | None = None
+) -> dict[str, float]:
+    """Measure a model, or the model of a run, on the recipe's held-out sets; of a run, by default on its own.
+
+    `objects` gives those that the recipe names `python:NAME`.
+    """
+    path, given = (model.path, _given(model, objects)) if isinstance(model, RunReader) else (Path(model), dict(objects or {}))
     if (path / CONFIG).exists():
+        recipe = path / CONFIG if recipe is None else recipe
         path = RunReader.open(path).model_path
-    config = _config(recipe, [*overrides, f"model={path if path.exists() else model}", "roles.actor.model=null"])
+    if recipe is None:
+        raise ConfigError(
+            f"{model} is not a run directory, so name a recipe with held-out sets: drumroll eval {model} recipe.yaml"
+        )
+    named = [*overrides, f"model={path if path.exists() else model}", "roles.actor.model=null"]
+    config, given = _config(recipe, named, given, EVALUATION)
     if not config.eval.sets:
         raise ConfigError("the recipe names no held-out sets: add some under eval.sets.")
-    return _await(_evaluate(config))
+    with held(given):
+        return _await(_evaluate(config))
 
 
 async def _evaluate(config: RunConfig) -> dict[str, float]:
@@ -110,27 +159,42 @@ async def _evaluate(config: RunConfig) -> dict[str, float]:
         await workers.close()
 
 
+def rescore(run: Run | str | Path, overrides: Sequence[str] = (), *, objects: Objects | None = None) -> Table:
+    """Score a run's recorded samples again, with the rewards of its config as changed by overrides (`reward=number`).
+
+    The rows are kept in the folder `rescored/`; returns a table of old and new rewards.
+    """
+    from drumroll.checks.rescore import rescore as again
+
+    opened = run if isinstance(run, RunReader) else RunReader.open(run)
+    config, given = _config(opened.path / CONFIG, overrides, _given(opened, objects), ("reward",))
+    if not config.has_rollouts():
+        raise ConfigError(f"{opened.path} is a run of pipeline: {config.pipeline}, which has no rewards.")
+    with held(given):
+        return _await(again(opened, config))
+
+
 def rollout(
-    recipe: Recipe, overrides: Sequence[str] = (), *, batches: int = 1, overwrite: bool = False
+    recipe: Recipe, overrides: Sequence[str] = (), *, batches: int = 1, overwrite: bool = False, objects: Objects | None = None
 ) -> tuple[Run, dict[str, float]]:
     """Generate and score some batches without training; they are saved in a run directory `<name>-rollout`."""
-    config = _config(recipe, overrides)
+    config, given = _config(recipe, overrides, objects)
     if not config.has_rollouts():
         raise ConfigError(f"only reinforcement learning has rollouts; this recipe is pipeline: {config.pipeline}.")
     config = config.model_copy(update={"name": f"{config.name}-rollout"})
-    with _held(Run.check_ours(config), Quiet()):
+    with locked(Run.check_ours(config)), held(given):
         Run.check_free(config, overwrite=overwrite)
-        return _await(_rollout(config, batches, overwrite=overwrite))
+        return _await(_rollout(config, given, batches, overwrite=overwrite))
 
 
-async def _rollout(config: RunConfig, batches: int, *, overwrite: bool) -> tuple[Run, dict[str, float]]:
+async def _rollout(config: RunConfig, given: Objects, batches: int, *, overwrite: bool) -> tuple[Run, dict[str, float]]:
     _look(config)
     workers = await open_workers(config)
     groups: list[Group] = []
     failed: list[Sample] = []
     try:
         rollouts = open_rollouts(config, workers)
-        run = Run.create(config, overwrite=overwrite)
+        run = Run.create(config, overwrite=overwrite, given=given)
         try:
             for batch in range(batches):
                 try:
@@ -152,28 +216,60 @@ async def _rollout(config: RunConfig, batches: int, *, overwrite: bool) -> tuple
     return run, metrics | {"rollout/failed": float(len(failed)), "rollout/samples": float(len(samples))}
 
 
-def _config(recipe: Recipe, overrides: Sequence[str]) -> RunConfig:
-    return load(recipe.model_dump(mode="json") if isinstance(recipe, RunConfig) else recipe, overrides).config
+def load(path: str | Path) -> Run:
+    """Open the directory of a run, finished or not."""
+    return Run.open(path)
+
+
+def _config(
+    recipe: Recipe, overrides: Sequence[str], objects: Objects | None, within: tuple[str, ...] = ("",)
+) -> tuple[RunConfig, dict[str, Any]]:
+    """The checked config of a recipe, and the objects that these sections of it name."""
+    given = dict(objects or {})
+    if isinstance(recipe, RunConfig):
+        recipe = recipe.model_dump(mode="json")
+    elif isinstance(recipe, Mapping):
+        recipe, own = take(recipe, given)
+        given |= own
+    config = load_config(recipe, overrides).config
+    return config, select(config.model_dump(mode="json"), given, within)
+
+
+def _given(run: RunReader, objects: Objects | None) -> dict[str, Any]:
+    """The objects that a run was made with in this process, and those given now."""
+    return {**(run.given if isinstance(run, Run) else {}), **(objects or {})}
 
 
 def _await(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also where an event loop is already running (notebooks)."""
+    """Run a coroutine to its end; where an event loop is already running (notebooks), on another thread.
+
+    There an interrupt of the main thread has the effect of Ctrl-C: the first ends a run after its step, the second at once.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    result: list[T] = []
-    failure: list[BaseException] = []
+    outcome: Future[T] = Future()
+    begun: Future[asyncio.Task[Any] | None] = Future()
+
+    async def main() -> T:
+        begun.set_result(asyncio.current_task())
+        return await work
 
     def run() -> None:
         try:
-            result.append(asyncio.run(work))
+            outcome.set_result(asyncio.run(main()))
         except BaseException as error:
-            failure.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
+    threading.Thread(target=copy_context().run, args=(run,), name="drumroll").start()
+    while True:
+        try:
+            return outcome.result()
+        except KeyboardInterrupt:
+            if outcome.done():
+                raise
+            if (task := begun.result()) is not None:
+                interrupt(task.get_loop(), task.cancel)
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None

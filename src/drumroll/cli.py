@@ -116,12 +116,6 @@ def evaluate(model: str, recipe: str | None, overrides: tuple[str, ...]) -> None
     """Measure a MODEL, or the model of a RUN directory, on a recipe's held-out sets (default: the run's own)."""
     if recipe is not None and "=" in recipe and not Path(recipe).exists():
         overrides, recipe = (recipe, *overrides), None
-    if recipe is None:
-        recipe = str(Path(model) / "config.yaml")
-        if not Path(recipe).exists():
-            raise DrumrollError(
-                f"{model} is not a run directory, so name a recipe with held-out sets: drumroll eval {model} recipe.yaml"
-            )
     from drumroll.api import evaluate as measure
 
     for name, value in measure(model, recipe, overrides).items():
@@ -460,20 +454,11 @@ def ledger(run_path: str, prompt: str | None, in_flight: bool, by: tuple[str, ..
 @click.argument("overrides", nargs=-1)
 def rescore(run_path: str, overrides: tuple[str, ...]) -> None:
     """Score a run's recorded samples again, with changed rewards: rescore RUN reward=number."""
-    import asyncio
-
     from rich.console import Console
 
-    from drumroll.checks.rescore import rescore as again
-    from drumroll.config import load
-    from drumroll.runfiles.format import CONFIG
-    from drumroll.runfiles.reader import RunReader
+    from drumroll.api import rescore as again
 
-    opened = RunReader.open(run_path)
-    config = load(opened.path / CONFIG, overrides).config
-    if not config.has_rollouts():
-        raise DrumrollError(f"{opened.path} is a run of pipeline: {config.pipeline}, which has no rewards.")
-    Console().print(asyncio.run(again(opened, config)))
+    Console().print(again(run_path, overrides))
 
 
 @run.command()

@@ -25,6 +25,10 @@ FRAMES = 12
 class DrumrollError(Exception):
     """Something the user can understand and fix."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the sentence alone, as the command line does."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ConfigError(DrumrollError):
     """A key, a value, or a combination of values that cannot be used."""

@@ -1,4 +1,4 @@
-"""Names to parts: a registry per kind of part, and the import of a user's own by `module:function`."""
+"""Names to parts: a registry per kind of part, and the import of a user's own by `module:function` or `python:NAME`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import importlib
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
+from drumroll import objects
 from drumroll.errors import ConfigError, did_you_mean, user_frames
 
 T = TypeVar("T")
+TRAITS = "__drumroll_traits__"
+"""Attribute of a part with its traits, which go with it to other processes."""
 
 
 def search(folders: Iterable[str]) -> None:
@@ -26,7 +30,9 @@ def search(folders: Iterable[str]) -> None:
 
 
 def import_path(path: str, what: str) -> Any:
-    """The object that `module:name` names; every way to miss it has its own sentence."""
+    """The object that `module:name` or `python:NAME` names; every way to miss it has its own sentence."""
+    if path.startswith(objects.PREFIX):
+        return objects.find(path.removeprefix(objects.PREFIX), what)
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -60,6 +66,8 @@ class Registry(Generic[T]):
             assert name not in self.parts, f"{self.what} '{name}' is registered twice"
             self.parts[name] = part
             self._traits[part] = traits
+            with suppress(AttributeError, TypeError):
+                setattr(part, TRAITS, traits)
             return part
 
         return add
@@ -80,4 +88,6 @@ class Registry(Generic[T]):
 
     def traits(self, name: str) -> dict[str, Any]:
         """What a part declared of itself; nothing for a plain function."""
-        return self._traits.get(self.get(name), {})
+        part = self.get(name)
+        own = getattr(part, "__dict__", {}).get(TRAITS, {})  # not those of a base class
+        return self._traits.get(part, own) if isinstance(part, Hashable) else own

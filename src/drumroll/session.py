@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from drumroll.envs.metrics import EPISODES
 from drumroll.errors import Interrupted
 from drumroll.learners import Learner
+from drumroll.observe.callbacks import Callbacks
 from drumroll.observe.failures import complaints, without_gradient
 from drumroll.observe.model_card import write_card
 from drumroll.observe.progress import Progress
@@ -63,6 +64,7 @@ class Session:
         progress: Progress,
         *,
         resume: bool,
+        callbacks: Callbacks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run = run
@@ -72,6 +74,7 @@ class Session:
         workers.notify = progress.notice
         self.evaluator = evaluator
         self.progress = progress
+        self.callbacks = callbacks or Callbacks()
         self.trackers = Trackers(run, progress.notice)
         self.step = 0
         self.resume = resume
@@ -132,13 +135,14 @@ class Session:
             self.trackers.log(0, self.before)
             self._committed = self._state()
         self.progress.begin(self.step, self.before)
+        self.callbacks.check()
         if self._stopping:
             raise self._interrupted()
 
     async def commit(self, metrics: Metrics, samples: Sequence[Sample] = ()) -> None:
         """Make a step durable: rollouts and metrics, its commit row last; start to write its checkpoint if one is due.
 
-        A run that was asked to stop ends here, and one whose last checkpoint could not be written.
+        A run that was asked to stop ends here, and one whose last checkpoint could not be written or whose callback failed.
         """
         await self._saver.check()
         self.step += 1
@@ -149,6 +153,7 @@ class Session:
         metrics |= _speeds(metrics, self._stage_times)
         if samples:
             self.run.write_rollouts("train", self.step, samples)
+            self.callbacks.samples(self.step, "train", samples)
             self._complain(samples)
             self.progress.sampled(self.step, samples)
         if "gradient" not in self._told and (why := without_gradient(metrics, samples)):
@@ -163,15 +168,17 @@ class Session:
         self.run.append_metrics(self.step, metrics)
         self.trackers.log(self.step, metrics)
         self.progress.committed(self.step, metrics)
+        self.callbacks.step(self.step, metrics)
         so_far = self._saver.best()
         best = score is not None and (so_far is None or score > so_far["score"])
-        stop = self._stopping and not last
+        stop = (self._stopping and not last) or self.callbacks.error is not None
         due = best or last or stop or bool(config.checkpoint.every and self.step % config.checkpoint.every == 0)
         if due:
             await self._save({"step": self.step, "score": score} if best else so_far)
         ledger.commit(self.step)
         if stop:
             await self._saver.wait()
+            self.callbacks.check()
             raise self._interrupted()
 
     def record_failed(self, samples: Sequence[Sample]) -> None:
@@ -197,6 +204,7 @@ class Session:
         write_report(self.run)
         self.trackers.close()
         self.progress.finish(self.run, self.summary())
+        self.callbacks.check()
 
     def summary(self) -> dict[str, Any]:
         """Before and after per held-out set, steps and seconds."""
@@ -232,6 +240,8 @@ class Session:
         async with self.stage("eval"):
             metrics, samples = await self.evaluator.run(self.step)
         self.run.write_rollouts("eval", self.step, samples)
+        self.callbacks.samples(self.step, "eval", samples)
+        self.callbacks.eval(self.step, metrics)
         self._complain(samples)
         return metrics
 
@@ -376,10 +386,19 @@ def _speeds(metrics: Metrics, times: Metrics) -> Metrics:
     return speeds
 
 
+_stops: dict[asyncio.AbstractEventLoop, Callable[[], None]] = {}
+
+
+def interrupt(loop: asyncio.AbstractEventLoop, otherwise: Callable[[], Any]) -> None:
+    """Pass an interrupt of the main thread to the session on another thread's loop, or call `otherwise` there."""
+    loop.call_soon_threadsafe(_stops.get(loop, otherwise))
+
+
 @contextmanager
 def _on_interrupt(stop: Callable[[], None]) -> Generator[None]:
-    """Call `stop` on SIGINT and SIGTERM while the block runs; does nothing outside the main thread."""
+    """Call `stop` on SIGINT and SIGTERM while the block runs; outside the main thread, when `interrupt` is called."""
     loop = asyncio.get_running_loop()
+    _stops[loop] = stop
     handled = []
     for number in (signal.SIGINT, signal.SIGTERM):
         with suppress(NotImplementedError, RuntimeError, ValueError):
@@ -388,5 +407,6 @@ def _on_interrupt(stop: Callable[[], None]) -> Generator[None]:
     try:
         yield
     finally:
+        del _stops[loop]
         for number in handled:
             loop.remove_signal_handler(number)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from pathlib import Path
 
+import openai
 import pytest
 
 import drumroll
@@ -32,20 +33,6 @@ async def odd(client, prompt, model):
     for _ in range(9 if number == 2 else 1):
         reply = await client.chat.completions.create(model=model, messages=messages)
     return float(number % 2)
-"""
-
-PLAIN = """
-import openai
-
-def plain(task, base_url, api_key, seed, extra):
-    assert extra == 5 and isinstance(seed, int)
-    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-    stream = client.chat.completions.create(
-        model="gpt", messages=[{"role": "user", "content": task["prompt"]}], max_tokens=3, stream=True
-    )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert len(text) <= 3
-    client.close()
 """
 
 REVERSAL = {"train": {"reversal": {"source": "drumroll.data.problems:reversal"}}}
@@ -117,15 +104,25 @@ def test_whatever_an_agent_does_wrong_is_its_samples_failure(small, mine):
     assert {s["reward"] for s in cut} == {0.0}
 
 
-def test_a_plain_function_with_its_own_client_and_rewards_by_the_recipe(small, mine):
-    environment = {"args": {"extra": 5}, "max_turns": 1}
+def test_a_plain_function_with_its_own_client_and_rewards_by_the_recipe(small):
+    def plain(task, base_url, api_key, seed, extra):
+        assert extra == 5
+        assert isinstance(seed, int)
+        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        messages = [{"role": "user", "content": task["prompt"]}]
+        stream = client.chat.completions.create(model="gpt", messages=messages, max_tokens=3, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert len(text) <= 3
+        client.close()
+
+    environment = {"use": plain, "args": {"extra": 5}, "max_turns": 1}
     evaluation = {"sets": {"held": {"source": "drumroll.data.problems:reversal", "limit": 4}}}
-    use = f"{mine(PLAIN)}:plain"
-    run = drumroll.train(recipe(small, use, steps=1, reward="exact", environment=environment, eval=evaluation))
+    run = drumroll.train(recipe(small, "plain", steps=1, reward="exact", environment=environment, eval=evaluation))
     assert "eval/held" in run.metrics[-1]
     trained = [s for s in run.samples if s["kind"] == "train"]
     assert all(set(s["rewards"]) == {"exact"} and s["failure"] is None for s in trained)
-    without = recipe(small, use, name="without", steps=1, environment=environment)
+    assert run.settings["environment"]["use"] == "agent:python:plain"
+    without = recipe(small, "plain", name="without", steps=1, environment=environment)
     with pytest.raises(ConfigError, match="no reward for domain 'reversal'"):
         drumroll.train(without)
 

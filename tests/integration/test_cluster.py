@@ -13,6 +13,7 @@ from test_reward_model import classifier
 
 import drumroll
 from drumroll import stages
+from drumroll.algorithms.advantages import ESTIMATORS
 from drumroll.batch import pack
 from drumroll.config import check
 from drumroll.engines import Request, Sampling
@@ -60,10 +61,23 @@ def fates(run):
         return sorted(db.execute("SELECT draw, fate FROM draws WHERE fate IN ('trained', 'filtered', 'failed')"))
 
 
-def test_two_engines_two_reward_processes_and_two_ranks_draw_the_same(small, mine):
-    """Step 1 has the same tokens; fates are the same; two ranks sum to one rank's gradient."""
-    name = mine("def correct(completion, answer): return float(completion.strip() == str(answer))\n")
-    same = {"reward": f"{name}:correct", "steps": 2, "rollout": {"reward_workers": 2}, "threads": 1, "optim": {"lr": 1e-4}}
+def test_two_engines_two_reward_processes_and_two_ranks_draw_the_same(small):
+    """Step 1 has the same tokens; fates are the same; two ranks sum to one rank's gradient. Reward, estimator and loss are
+    functions that every process receives from this one."""
+    scale = 2.0
+
+    def correct(completion, answer):
+        return float(completion.strip() == str(answer))
+
+    @ESTIMATORS.register("centred on Ray", per_token=True)
+    def centred(scores):
+        return (scores.token_rewards - scores.token_rewards.mean()) * scale
+
+    def loss(tokens, config):
+        return -tokens.advantages * (tokens.logprobs - tokens.logprobs.detach()).exp() * scale
+
+    same = {"reward": correct, "steps": 2, "rollout": {"reward_workers": 2}, "threads": 1, "optim": {"lr": 1e-4}}
+    same["algorithm"] = {"advantage": centred, "loss": loss}
     local = drumroll.train(small(name="local", **same))
     cluster = ONE | {"devices": 2, "weight_sync": "broadcast", "checksum": True}
     remote = drumroll.train(small(name="remote", cluster=cluster, roles={"actor": {"devices": "0-1"}}, **same))

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, model_validator
 from typing_extensions import override
 
+from drumroll import objects
 from drumroll.config.accelerators import LOCAL_DEVICE, USUAL
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.config.cluster import ClusterConfig
@@ -216,9 +217,9 @@ class RunConfig(Section):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle so that a worker finds the class of a user's config in the recipe's folders."""
+        """Pickle so that a worker finds the class of a user's config in the recipe's folders, and the objects of Python."""
         own = type(self)
-        return _unpickle, (own.__module__, own.__qualname__, self.import_from), self.__getstate__()
+        return _unpickle, (own.__module__, own.__qualname__, self.import_from, objects.pack()), self.__getstate__()
 
     # --- What a pipeline's config overrides. ---
 
@@ -278,9 +279,10 @@ class RunConfig(Section):
         return [f"{self.steps} steps"]
 
 
-def _unpickle(module: str, name: str, import_from: list[str]) -> RunConfig:
+def _unpickle(module: str, name: str, import_from: list[str], packed: dict[str, bytes | str]) -> RunConfig:
     """An empty config of a class, for pickle to fill."""
     search(import_from)
+    objects.unpack(packed)
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)

@@ -1,4 +1,4 @@
-"""Reading rows from files, directories, the hub and functions. Rows are plain dicts in our layout."""
+"""Reading rows from files, directories, the hub, functions and objects of Python. Rows are plain dicts in our layout."""
 
 from __future__ import annotations
 
@@ -11,39 +11,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import override
-
 from drumroll.config.data import DatasetConfig
+from drumroll.data.given import Table, arrow_rows, given_rows
 from drumroll.data.layouts import arrange
 from drumroll.data.split import Row
 from drumroll.errors import DataError, MissingExtra
+from drumroll.objects import PREFIX
 from drumroll.registry import import_path
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 HUB = "hf:"
 GYM = "reasoning_gym:"
 SPLIT_WORDS = ("train", "test", "validation", "val", "dev", "eval", "held_out")
-
-
-class Table(Sequence[Row]):
-    """Rows that are made when they are asked for, so that a large dataset stays in its columns, or on disk."""
-
-    def __init__(self, count: int, row: Callable[[int], Row], all_rows: Callable[[], Iterator[Row]] | None = None) -> None:
-        self.row, self._rows, self._all = row, count, all_rows
-
-    @override
-    def __len__(self) -> int:
-        return self._rows
-
-    @override
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < self._rows:
-            raise IndexError(index)
-        return self.row(index)
-
-    @override
-    def __iter__(self) -> Iterator[Row]:
-        return self._all() if self._all is not None else map(self.row, range(self._rows))
 
 
 def read(name: str, config: DatasetConfig, seed: int) -> Sequence[Row] | Iterator[Row]:
@@ -62,8 +41,8 @@ def read(name: str, config: DatasetConfig, seed: int) -> Sequence[Row] | Iterato
 
 
 def is_local(config: DatasetConfig) -> bool:
-    """Whether a dataset is a file or a directory."""
-    return _kind(config.source) in (_read_file, _read_directory)
+    """Whether a dataset is a file, a directory or rows given by Python."""
+    return _kind(config.source) in (_read_file, _read_directory, _given)
 
 
 def is_function(config: DatasetConfig) -> bool:
@@ -82,6 +61,8 @@ def local_rows(name: str, config: DatasetConfig) -> Iterator[Row]:
 
 def place(name: str, config: DatasetConfig, index: int) -> str:
     """Where a row of a local dataset stands: its file, and its line or row."""
+    if _kind(config.source) is _given:
+        return f"row {index + 1} of {config.source}"
     path = Path(config.source).expanduser()
     files = [path] if path.is_file() else _files(name, path, config.split)
     for file in files:
@@ -98,6 +79,8 @@ def place(name: str, config: DatasetConfig, index: int) -> str:
 def _kind(source: str) -> Callable[..., Any]:
     """What opens a source."""
     path = Path(source).expanduser()
+    if source.startswith(PREFIX):
+        return _call if callable(import_path(source, "source")) else _given
     if source.startswith(HUB):
         return _read_hub
     if source.startswith(GYM):
@@ -124,6 +107,10 @@ def _read_gym(name: str, config: DatasetConfig, seed: int) -> Iterator[Row]:
     from drumroll.data.reasoning import problems
 
     return problems(name, config.source.removeprefix(GYM), config.split, seed, config.args)
+
+
+def _given(name: str, config: DatasetConfig, seed: int) -> Sequence[Row]:
+    return given_rows(name, import_path(config.source, f"{name}.source"), config.split)
 
 
 def _call(name: str, config: DatasetConfig, seed: int) -> list[Row] | Iterator[Row]:
@@ -240,11 +227,7 @@ def _tables(name: str, path: Path, opened: list[Callable[[], Any]]) -> Table:
         table = pa.concat_tables([make() for make in opened], promote_options="permissive")
     except (ValueError, OSError, pa.ArrowException) as error:
         raise DataError(f"{name}: {path} could not be parsed: {error}.") from None
-
-    def all_rows() -> Iterator[Row]:
-        return (row for batch in table.to_batches(max_chunksize=1000) for row in batch.to_pylist())
-
-    return Table(table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0], all_rows)
+    return arrow_rows(table)
 
 
 # --- files ---

@@ -1,7 +1,7 @@
 """A pool of worker processes for functions that may hang or crash: a call past its deadline costs one process, never the run.
 
-Workers are fresh interpreters that import the function by its path, so they share nothing with the run: no torch, no
-locks, no open files. The pool starts them on demand and replaces them when they die. A function runs on its worker's
+Workers are fresh interpreters that import the function by its path, or receive it pickled (`objects.py`), so they share
+nothing with the run: no torch, no locks, no open files. The pool starts them on demand and replaces them when they die. A function runs on its worker's
 main thread, where signals work. The time to import a function does not count against the first call. Each worker leads
 its own process group, and the pool kills the whole group, so processes that a function forks cannot hold anything up.
 
@@ -27,6 +27,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from drumroll import objects
 from drumroll.processes import lifeline
 from drumroll.processes.deadline import CpuTimeExceeded, Deadline, MachineBusy, cpu_limit
 
@@ -139,7 +140,7 @@ class KillablePool:
         )
         lifeline.guard(process.pid)
         assert process.stdin is not None
-        _write(process.stdin, self._search or sys.path)
+        _write(process.stdin, (self._search or sys.path, objects.pack()))
         return _Worker(process)
 
     async def _exchange(self, worker: _Worker, job: Any, deadline: Deadline, what: str = "") -> tuple[bool, Any]:
@@ -227,7 +228,8 @@ def serve() -> None:
         header = calls.read(HEADER)
         return pickle.loads(calls.read(int.from_bytes(header, "little"))) if len(header) == HEADER else None
 
-    sys.path[:] = read() or sys.path
+    sys.path[:], packed = read() or (sys.path, {})
+    objects.unpack(packed)
     functions: dict[str, Any] = {}
     while (job := read()) is not None:
         path, arguments, cpu_seconds = job

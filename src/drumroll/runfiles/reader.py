@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
+from typing_extensions import override
 
 from drumroll.errors import StoreError
+from drumroll.runfiles.charts import Plot, plot
 from drumroll.runfiles.checkpoints import CheckpointFolder
-from drumroll.runfiles.format import CHECKPOINTS, CONFIG, LEDGER, METRICS, MODEL, OUTCOME, ROLLOUTS, SUMMARY, read_format
+from drumroll.runfiles.format import CHECKPOINTS, CONFIG, LEDGER, METRICS, MODEL, OBJECTS, OUTCOME, ROLLOUTS, SUMMARY, read_format
+from drumroll.runfiles.frames import Frame, SampleRow
 from drumroll.runfiles.ledger_queries import LedgerReader
 from drumroll.runfiles.rollouts import RolloutFile, read_failures, read_outcomes, read_samples, rollout_files, rollout_path
 
@@ -32,6 +36,25 @@ class RunReader:
         """Open an existing run directory; a directory without a format version, or of a newer one, is refused."""
         read_format(Path(path))
         return RunReader(Path(path))
+
+    @override
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}: {', '.join([self._state(), *self._scores()])})"
+
+    def _repr_html_(self) -> str:
+        """State, scores and curves, for notebooks."""
+        lines = "".join(f"<div>{escape(line)}</div>" for line in (self._state(), *self._scores()))
+        return f"<div><b>{escape(str(self.path))}</b>{lines}{self.plot().svg if self.metrics else ''}</div>"
+
+    def _state(self) -> str:
+        lines, summary = self.metrics, self.summary
+        step = f"step {lines[-1]['step'] if lines else 0:g} of {self.settings.get('steps', '?')}"
+        return f"finished, {step} in {summary.get('seconds', 0):.0f} s" if summary else f"unfinished, {step}"
+
+    def _scores(self) -> list[str]:
+        """The scores of the held-out sets before and after training."""
+        before, after = self.summary.get("before", {}), self.summary.get("after", {})
+        return [f"{name} {before[name]:.3f} → {after[name]:.3f}" for name in before if name in after]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -50,9 +73,16 @@ class RunReader:
         return (self.path / CONFIG).read_text("utf-8")
 
     @property
-    def metrics(self) -> list[dict[str, float]]:
-        """One dict per step; step 0 holds the first evaluation."""
-        return read_metrics(self.path / METRICS)
+    def metrics(self) -> Frame[dict[str, float]]:
+        """One row per step; step 0 holds the first evaluation. `to_pandas` and `to_polars` make frames of them."""
+        return Frame(read_metrics(self.path / METRICS))
+
+    def plot(self, *metrics: str) -> Plot:
+        """Draw metrics over the steps, one panel per name: a metric, or a family such as `reward`.
+
+        Default: rewards by domain, and the scores of held-out sets.
+        """
+        return plot(self.metrics, metrics)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -67,6 +97,14 @@ class RunReader:
         """How the last process that trained here ended, if it did not finish: `state` and `error`; empty if nobody knows."""
         try:
             return json.loads((self.path / OUTCOME).read_text("utf-8"))
+        except FileNotFoundError:
+            return {}
+
+    @property
+    def objects(self) -> dict[str, dict[str, Any]]:
+        """The objects that Python gave the run, by name: each one's kind, and its source or its number of rows."""
+        try:
+            return json.loads((self.path / OBJECTS).read_text("utf-8"))
         except FileNotFoundError:
             return {}
 
@@ -87,9 +125,9 @@ class RunReader:
     # --- samples ---
 
     @property
-    def samples(self) -> list[dict[str, Any]]:
-        """All recorded samples as plain rows, file by file."""
-        return list(self.select())
+    def samples(self) -> Frame[SampleRow]:
+        """All recorded samples, file by file. `select` reads some of them, or some columns."""
+        return Frame(cast(SampleRow, row) for row in self.select())
 
     def select(
         self,

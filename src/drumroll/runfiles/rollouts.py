@@ -11,13 +11,14 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from drumroll.errors import StoreError, did_you_mean
 from drumroll.runfiles.durable import make_folder, new_file
+from drumroll.runfiles.frames import SampleRow
 from drumroll.sample import Fate, Owner, Sample
 
 TRACE = pa.struct(
@@ -108,6 +109,11 @@ def _row(step: int, kind: str, sample: Sample) -> dict[str, Any]:
         "notes": [str(note) for note in sample.notes],
         "extra": json.dumps(sample.extra, default=str),
     }
+
+
+def sample_row(step: int, kind: str, sample: Sample) -> SampleRow:
+    """Return a sample as `read_samples` yields it from its file."""
+    return cast(SampleRow, _decoded(_row(step, kind, sample), SCHEMA.names))
 
 
 def write_samples(path: Path, step: int, kind: str, samples: Sequence[Sample]) -> None:

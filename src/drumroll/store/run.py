@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from drumroll.config import RunConfig, dump, load
 from drumroll.errors import Interrupted, StoreError
+from drumroll.objects import describe
 from drumroll.runfiles.durable import append_text, explained, make_folder, new_folder, sync, write_text
 from drumroll.runfiles.format import (
     CHECKPOINTS,
@@ -25,6 +26,7 @@ from drumroll.runfiles.format import (
     FORMAT_FILE,
     LEDGER,
     METRICS,
+    OBJECTS,
     OUTCOME,
     REPORT,
     ROLLOUTS,
@@ -41,18 +43,20 @@ from drumroll.store.lock import LOCK
 BEFORE_CONFIG = {LOCK, FORMAT_FILE, f".{FORMAT_FILE}.tmp", f".{CONFIG}.tmp"}
 """Files of a run directory whose creation was interrupted."""
 BEFORE_A_STEP = {
-    *(*BEFORE_CONFIG, CONFIG, METRICS, ROLLOUTS, CHECKPOINTS, LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm"),
+    *(*BEFORE_CONFIG, CONFIG, OBJECTS, METRICS, ROLLOUTS, CHECKPOINTS, LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm"),
     *("judge.jsonl", "tensorboard", "wandb", REPORT, OUTCOME),
 }
 """Files of a run that ended before its first step."""
 
 
 class Run(RunReader):
-    """An open run directory with its checked config, to write and to read."""
+    """A run directory with its checked config, to write and to read. `drumroll.train` and `drumroll.load` return one."""
 
-    def __init__(self, path: Path, config: RunConfig) -> None:
+    def __init__(self, path: Path, config: RunConfig, given: Mapping[str, Any] | None = None) -> None:
         super().__init__(path)
         self.config = config
+        self.given: Mapping[str, Any] = given or {}
+        """The objects that Python gave this run, by name; empty after `load`."""
 
     @staticmethod
     def check_free(config: RunConfig, *, overwrite: bool = False) -> Path:
@@ -78,8 +82,8 @@ class Run(RunReader):
         return path
 
     @classmethod
-    def create(cls, config: RunConfig, *, overwrite: bool = False) -> Run:
-        """Start a new run directory."""
+    def create(cls, config: RunConfig, *, overwrite: bool = False, given: Mapping[str, Any] | None = None) -> Run:
+        """Start a new run directory; `given` are the objects of Python that the config names."""
         path = cls.check_free(config, overwrite=overwrite)
         make_folder(path)
         with explained(path):
@@ -91,8 +95,7 @@ class Run(RunReader):
                 elif old.name != LOCK:
                     old.unlink()
         write_format(path)
-        write_text(path / CONFIG, dump(config))
-        return cls(path, config)
+        return cls.reopen(path, config, given)
 
     @override
     @classmethod
@@ -102,10 +105,13 @@ class Run(RunReader):
         return cls(Path(path), load(Path(path) / CONFIG).config)
 
     @classmethod
-    def reopen(cls, path: Path, config: RunConfig) -> Run:
+    def reopen(cls, path: Path, config: RunConfig, given: Mapping[str, Any] | None = None) -> Run:
         """Open a run directory to continue it, and keep the config: overrides given on resuming hold from then on."""
         write_text(path / CONFIG, dump(config))
-        return cls(path, config)
+        if given:
+            described = {name: describe(value) for name, value in given.items()}
+            write_text(path / OBJECTS, json.dumps(described, indent=2) + "\n")
+        return cls(path, config, given)
 
     @property
     @override

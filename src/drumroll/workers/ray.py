@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
+from drumroll import objects
 from drumroll.algorithms import REFERENCE
 from drumroll.config import RunConfig
 from drumroll.config.roles import LearnerRole
@@ -331,7 +332,8 @@ class RayWorkers(Workers):
     def open_pool(self, size: int) -> RewardPool:
         """Reward processes, spread over the machines."""
         deadline, then = self.config.cluster.call_timeout, "a new one is started, and its call is made again"
-        group: RayGroup[RewardWorker] = RayGroup(self.runtime, Role.REWARD, [RewardWorker] * size, deadline=deadline, then=then)
+        workers = [partial(RewardWorker, objects.pack())] * size
+        group: RayGroup[RewardWorker] = RayGroup(self.runtime, Role.REWARD, workers, deadline=deadline, then=then)
         return RewardPool(group, sys.path, lambda text: self.notify(text), self.struck)
 
     @override

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from drumroll import objects
 from drumroll.config import RunConfig
 from drumroll.config.roles import LearnerRole, LoraConfig
 from drumroll.engines import Completion, Engine, ReceivesWeights, Request
@@ -216,7 +217,8 @@ class EngineWorker:
 class RewardWorker:
     """One process for rewards that can be killed, on whatever machine this actor is."""
 
-    def __init__(self) -> None:
+    def __init__(self, packed: Mapping[str, bytes | str] | None = None) -> None:
+        objects.unpack(packed or {})
         self.pool: KillablePool | None = None
 
     async def run(self, path: str, arguments: dict[str, Any], seconds: float, cpu: bool, search: list[str]) -> Any:
