@@ -11,6 +11,7 @@ import click
 from typing_extensions import override
 
 from drumroll import __version__
+from drumroll.completion import Key, Override, script
 from drumroll.errors import DrumrollError, Interrupted, did_you_mean
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("recipe", required=False)
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", required=False, type=click.Path())
+@click.argument("overrides", nargs=-1, type=Override())
 @click.option("--resume", metavar="RUN", help="Continue the run in this directory from its last checkpoint.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing run of the same name.")
 @click.option(
@@ -108,8 +109,8 @@ def _show_dry_run(config: RunConfig, *, files: bool) -> None:
 
 @cli.command("eval")
 @click.argument("model")
-@click.argument("recipe", required=False)
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", required=False, type=click.Path())
+@click.argument("overrides", nargs=-1, type=Override())
 def evaluate(model: str, recipe: str | None, overrides: tuple[str, ...]) -> None:
     """Measure a MODEL, or the model of a RUN directory, on a recipe's held-out sets (default: the run's own)."""
     if recipe is not None and "=" in recipe and not Path(recipe).exists():
@@ -127,9 +128,9 @@ def evaluate(model: str, recipe: str | None, overrides: tuple[str, ...]) -> None
 
 
 @cli.command()
-@click.argument("key", required=False)
-@click.argument("recipe", required=False)
-@click.argument("overrides", nargs=-1)
+@click.argument("key", required=False, type=Key())
+@click.argument("recipe", required=False, type=click.Path())
+@click.argument("overrides", nargs=-1, type=Override())
 @click.option("--pipeline", default="rl", show_default=True, help="Whose keys to explain without a recipe.")
 def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pipeline: str) -> None:
     """Say what a config KEY means, its default and, with a RECIPE, its value and where it is set.
@@ -144,7 +145,7 @@ def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pip
     chosen = config_class(pipeline, [str(Path.cwd())], "--pipeline")
     if key is None:
         for name, field in all_keys(chosen):
-            click.echo(f"{name:<32} {(field.description or '').splitlines()[0]}")
+            click.echo(f"{name:<40} {(field.description or '').splitlines()[0]}")
         return
     if key.partition("=")[0] == "algorithm":
         from drumroll.algorithms.explain import explain_preset, list_presets
@@ -157,8 +158,15 @@ def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pip
 
 
 @cli.command()
-@click.argument("recipe")
-@click.argument("overrides", nargs=-1)
+@click.argument("shell")
+def completion(shell: str) -> None:
+    """Print the script that completes commands and config keys in a SHELL (bash, zsh, fish)."""
+    click.echo(script(cli, shell))
+
+
+@cli.command()
+@click.argument("recipe", type=click.Path())
+@click.argument("overrides", nargs=-1, type=Override())
 @click.option("--simulate", is_flag=True, help="Play the rollout schedule on virtual time and show what limits it.")
 @click.option("--engines", default=None, type=click.IntRange(1), help="Engines. Default: the recipe's roles.rollout.workers.")
 @click.option("--steps", default=20, type=click.IntRange(1), show_default=True, help="Steps to simulate.")
@@ -229,8 +237,8 @@ def check() -> None:
 
 
 @check.command("recipe")
-@click.argument("recipe")
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", type=click.Path())
+@click.argument("overrides", nargs=-1, type=Override())
 def check_recipe(recipe: str, overrides: tuple[str, ...]) -> None:
     """Whether a RECIPE's rewards tell right from wrong, and whether its start model has something to learn from."""
     import asyncio
@@ -283,7 +291,7 @@ def _environment_args(args: tuple[str, ...]) -> dict[str, Any]:
 
 @cli.command()
 @click.argument("target", metavar="RECIPE|ENV")
-@click.argument("overrides", nargs=-1)
+@click.argument("overrides", nargs=-1, type=Override())
 @click.option("--human", is_flag=True, help="Play the environment yourself.")
 @click.option("--seed", default=0, show_default=True, help="With --human: the episode's seed.")
 @click.option("--batches", default=1, type=click.IntRange(1), show_default=True, help="How many batches of the recipe.")
@@ -310,7 +318,7 @@ def rollout(target: str, overrides: tuple[str, ...], human: bool, seed: int, bat
 
 @cli.command()
 @click.argument("target", metavar="MODEL|RECIPE|RUN")
-@click.argument("overrides", nargs=-1)
+@click.argument("overrides", nargs=-1, type=Override())
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=0, type=click.IntRange(0, 65535), help="Port to listen on. Default: a free one.")
 @click.option("--token", help="What callers must give as API key. Default: a new one, printed.")
@@ -407,7 +415,7 @@ def ledger(run_path: str, prompt: str | None, in_flight: bool, by: tuple[str, ..
 
 @run.command()
 @click.argument("run_path", metavar="RUN")
-@click.argument("overrides", nargs=-1)
+@click.argument("overrides", nargs=-1, type=Override())
 def rescore(run_path: str, overrides: tuple[str, ...]) -> None:
     """Score a run's recorded samples again, with changed rewards: rescore RUN reward=number."""
     import asyncio
