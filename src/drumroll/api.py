@@ -24,7 +24,7 @@ from drumroll.session import Session
 from drumroll.stages import describe
 from drumroll.store.lock import locked
 from drumroll.store.run import Run
-from drumroll.workers.runtime import open_workers
+from drumroll.workers.runtime import open_workers, with_lengths
 
 Recipe = RunConfig | Mapping[str, Any] | str | Path
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def train(
         if resume is not None:
             path = RunReader.open(resume).path
             with _held(path, progress):
-                config = load(path / CONFIG, overrides).config
+                config = _config(path / CONFIG, overrides)
                 return _await(_train(config, lambda: Run.reopen(path, config), progress, resume=True))
         if recipe is None:
             raise ConfigError("nothing to train: give a recipe, or resume=RUN.")
@@ -152,7 +152,8 @@ async def _rollout(config: RunConfig, batches: int, *, overwrite: bool) -> tuple
 
 
 def _config(recipe: Recipe, overrides: Sequence[str]) -> RunConfig:
-    return load(recipe.model_dump(mode="json") if isinstance(recipe, RunConfig) else recipe, overrides).config
+    config = load(recipe.model_dump(mode="json") if isinstance(recipe, RunConfig) else recipe, overrides).config
+    return with_lengths(config, fetch=True)
 
 
 def _await(work: Coroutine[Any, Any, T]) -> T:

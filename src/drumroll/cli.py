@@ -100,7 +100,9 @@ def _show_dry_run(config: RunConfig, *, files: bool) -> None:
     from drumroll.checks.plan import plan_lines
     from drumroll.config import dump
     from drumroll.registry import search
+    from drumroll.workers.runtime import with_lengths
 
+    config = with_lengths(config)
     search(config.import_from)
     click.echo(dump(config))
     for line in chain(config.arithmetic(), plan_lines(config), resolve(config, files=files)):
@@ -199,7 +201,9 @@ def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int |
     config = load(recipe, overrides).config
     search(config.import_from)
     from drumroll.checks.plan import plan_lines
+    from drumroll.workers.runtime import with_lengths
 
+    config = with_lengths(config)
     for line in chain(config.arithmetic(), plan_lines(config)):
         click.echo(line)
     if not simulate:

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from drumroll.envs.metrics import EPISODES
 from drumroll.errors import Interrupted
 from drumroll.learners import Learner
-from drumroll.observe.failures import complaints, without_gradient
+from drumroll.observe.failures import complaints
+from drumroll.observe.hints import Hints
 from drumroll.observe.progress import Progress
 from drumroll.observe.report import write_report
 from drumroll.observe.trackers import Trackers
@@ -83,6 +84,7 @@ class Session:
         self._resumable: dict[str, Resumable] = {}
         self._stopping = False
         self._told: set[str] = set()
+        self.hints = Hints(run, run.config, progress.notice)
         self.ledger: Ledger | None = None
         self._committed: dict[str, Any] = {}
         self._write_time: Metrics = {}
@@ -131,6 +133,7 @@ class Session:
             self.trackers.log(0, self.before)
             self._committed = self._state()
         self.progress.begin(self.step, self.before)
+        self.hints.at_start({s.name: len(s.prompts) for s in self.evaluator.sets} if self.evaluator else {})
         if self._stopping:
             raise self._interrupted()
 
@@ -149,9 +152,7 @@ class Session:
         if samples:
             self.run.write_rollouts("train", self.step, samples)
             self._complain(samples)
-        if "gradient" not in self._told and (why := without_gradient(metrics, samples)):
-            self._told.add("gradient")
-            self.progress.notice(f"step {self.step}: {why}")
+        self.hints.after_step(self.step, metrics, samples)
         score: float | None = None
         if last or (config.eval.every and self.step % config.eval.every == 0):
             score = await self._evaluate_step(metrics)

@@ -111,6 +111,14 @@ def _downloaded(name: str) -> Path:
     return Path(_pretrained(name, lambda found: snapshot_download(found, allow_patterns=files)))
 
 
+def fetch_config(name: str) -> None:
+    """Bring the config of a model of the hub into the cache."""
+    from huggingface_hub import hf_hub_download
+
+    if not Path(find(name)).expanduser().exists():
+        _pretrained(name, lambda found: hf_hub_download(found, "config.json"))
+
+
 def load_tokenizer(name: str) -> Any:
     """A model's tokenizer alone."""
     if name in BUILT_IN_MODELS:

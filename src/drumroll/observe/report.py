@@ -93,6 +93,7 @@ def write_report(run: RunReader) -> Path:
         overview=overview,
         rest=rest,
         stride=_stride(rows),
+        hints=run.hints,
         failures=_failures(run),
         samples=[row | {"prompt": _prompt_text(row["prompt"])} for row in _samples(run)],
         data={"steps": [row["step"] for row in drawn], "columns": columns, "broken": broken, "charts": charts},

@@ -88,7 +88,7 @@ class Evaluator:
         samples: list[Sample] = []
         for each in self.sets:
             config = each.config
-            longest, stop = config.max_tokens or self.rollout.max_tokens, tuple(self.rollout.stop)
+            longest, stop = config.max_tokens or self.rollout.length_limit, tuple(self.rollout.stop)
             own = Sampling(config.temperature, longest, stop, config.top_p, config.top_k, config.min_p)
             found = await self._measure(each, own, config.samples, f"eval/{each.name}/{step}")
             metrics |= self._metrics(f"eval/{each.name}", found, config.samples)

@@ -50,7 +50,7 @@ class SamplingPlan:
     @classmethod
     def of(cls, config: RolloutConfig) -> SamplingPlan:
         found = find_filter(config.filter, config.filter_args) if config.filter else None
-        return cls(config.samples, Sampling(config.temperature, config.max_tokens, tuple(config.stop)), found)
+        return cls(config.samples, Sampling(config.temperature, config.length_limit, tuple(config.stop)), found)
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ import yaml
 
 from drumroll.errors import StoreError
 from drumroll.runfiles.checkpoints import CheckpointFolder
-from drumroll.runfiles.format import CHECKPOINTS, CONFIG, LEDGER, METRICS, MODEL, ROLLOUTS, SUMMARY, read_format
+from drumroll.runfiles.format import CHECKPOINTS, CONFIG, HINTS, LEDGER, METRICS, MODEL, ROLLOUTS, SUMMARY, read_format
 from drumroll.runfiles.ledger_queries import LedgerReader
 from drumroll.runfiles.rollouts import RolloutFile, read_failures, read_outcomes, read_samples, rollout_files, rollout_path
 
@@ -61,6 +61,14 @@ class RunReader:
             return json.loads((self.path / SUMMARY).read_text("utf-8"))
         except FileNotFoundError:
             return {}
+
+    @property
+    def hints(self) -> list[dict[str, Any]]:
+        """What the run told its user to look at, each with name, step and text."""
+        try:
+            return json.loads((self.path / HINTS).read_text("utf-8"))
+        except (FileNotFoundError, ValueError):
+            return []
 
     @property
     def model_path(self) -> Path:
