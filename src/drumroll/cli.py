@@ -226,12 +226,18 @@ class Checks(Verbs):
     @override
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in self.commands:
+            from drumroll.envs import ENVIRONMENTS
             from drumroll.envs.runner import exists
 
             if Path(args[0]).suffix in (".yaml", ".yml") or Path(args[0]).exists():
                 args = ["recipe", *args]
             elif ":" in args[0] or exists(args[0]):
                 args = ["environment", *args]
+            elif not args[0].startswith("-"):
+                hint = did_you_mean(args[0], [*self.commands, *ENVIRONMENTS.parts])
+                raise DrumrollError(
+                    f"'{args[0]}' is neither a recipe, nor an environment, nor one of {', '.join(self.commands)}.{hint}"
+                )
         return super().resolve_command(ctx, args)
 
 
@@ -451,7 +457,7 @@ def report(run_path: str) -> None:
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
     try:
-        cli(standalone_mode=False)
+        cli(prog_name="drumroll", standalone_mode=False)
     except Interrupted as stopped:
         click.echo(str(stopped), err=True)
         sys.exit(130)
@@ -459,7 +465,11 @@ def main() -> None:
         click.echo(f"drumroll: {error}", err=True)
         sys.exit(2)
     except click.ClickException as error:
-        error.show()
+        if isinstance(error, click.UsageError) and error.message and not error.message.startswith("Usage: "):
+            command = error.ctx.command_path if error.ctx else "drumroll"
+            click.echo(f"drumroll: {error.format_message()} See `{command} --help`.", err=True)
+        else:
+            error.show()
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         click.echo("drumroll: interrupted", err=True)

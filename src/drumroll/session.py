@@ -120,9 +120,12 @@ class Session:
         saved = self._saved() if self.resume else None
         if saved is not None:
             await self.recover(saved)
+            self.run.write_config()  # only now: an override that the checkpoint refuses must not stay
         else:
             if self.resume and self.run.metrics:
                 self.progress.notice(f"{self.run.path} has no complete checkpoint: the run begins again at step 0.")
+            if self.resume:
+                self.run.write_config()
             self.run.rewind(-1)
             self.run.checkpoints.discard_after(0)
             self.run.checkpoints.restore_best(None)

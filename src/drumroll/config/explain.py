@@ -26,7 +26,7 @@ def explain(key: str, loaded: Loaded | None, pipeline: str = DEFAULT) -> str:
     if field is None:
         section = section_at(top, [*path, last])
         if section is None:
-            raise ConfigError(f"there is no key '{key}'.{suggestion(top, path, last)}")
+            raise ConfigError(f"there is no key '{key}'.{suggestion(top, path, last, whole=True)}")
         return _section(key, section)
     lines = [f"{key}: {type_name(field.annotation)}", f"  {field.description or ''}", f"  default: {_default(field)}"]
     if loaded is not None:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from drumroll.config.keys import readable, section_at
+from drumroll.config.keys import FIRST, readable, section_at
 from drumroll.config.pipelines import DEFAULT, config_class
 from drumroll.config.roles import BUILT_IN_MODELS
 from drumroll.config.run import RunConfig
@@ -109,7 +109,9 @@ def _apply(values: dict[str, Any], override: str, origins: dict[str, str]) -> No
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"the value of override '{override}' is not valid YAML.") from None
+        raise ConfigError(
+            f"the value of override '{override}' is not valid YAML: close what it opens, and quote it for the shell."
+        ) from None
     place = values
     *parents, last = key.split(".")
     for depth, (parent, below) in enumerate(pairwise([*parents, last])):
@@ -196,12 +198,29 @@ def _sentence(location: list[str], error: ErrorDetails, top: type[RunConfig], or
         return f"{where}unknown key '{key}'.{suggestion(top, location[:-1], location[-1], error['input'])}"
     if error["type"] == "missing":
         return f"{where}the key '{key}' is missing; `drumroll explain {key}` says what it is."
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "model_type" and (section := section_at(top, location)):
-        message = f"it is a section with the keys {', '.join(section.model_fields)}"
+    message = _message(location, error, top)
     if not key:
         return f"{message}."
-    return f"{where}{key}: {message[0].lower()}{message[1:]}, got {error['input']!r}."
+    named = message if message.startswith(f"{location[0]}.") else f"{key}: {message[0].lower()}{message[1:]}"
+    given, said = error["input"], error["type"] == "value_error"  # our own sentences name what they are about
+    shown = "" if said and (isinstance(given, dict) or f"{given}" in message) else f", got {given!r}"
+    return f"{where}{named}{shown}".rstrip(".") + "." * (not named.endswith("?") or bool(shown))
+
+
+def _message(location: list[str], error: ErrorDetails, top: type[RunConfig]) -> str:
+    """What is wrong with a value, and what it should be."""
+    section = section_at(top, [*location, FIRST])
+    if error["type"] == "model_type" and (own := section_at(top, location)):
+        return f"it is a section with the keys {', '.join(own.model_fields)}"
+    if error["type"] == "dict_type" and section:
+        return f"it has names, each with a section, for example {{my_name: {{{next(iter(section.model_fields))}: ...}}}}"
+    if error["type"] in ("list_type", "tuple_type"):
+        return (
+            f"it is a list, for example [{error['input']!r}]"
+            if not section
+            else f"it is a list of sections, for example [{error['input']}]"
+        )
+    return error["msg"].removeprefix("Value error, ")
 
 
 def _prefixes(key: str) -> list[str]:

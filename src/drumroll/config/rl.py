@@ -112,7 +112,7 @@ class RLConfig(RunConfig):
 
     @model_validator(mode="after")
     def _has_a_reward(self) -> Self:
-        if not self.rewards() and not self.has_episodes():
+        if not any(self.rewards().values()) and not self.has_episodes():
             raise ValueError(
                 "reward is missing: name a built-in (reward: exact) or your own function (reward: my_rewards:correct), or an environment (environment: {use: ...})"
             )

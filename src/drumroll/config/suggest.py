@@ -15,14 +15,18 @@ MOST = 4
 """Keys of another library's section that one sentence translates."""
 
 
-def suggestion(top: type[BaseModel], path: Sequence[str], word: str, value: Any = None) -> str:
-    """A sentence to append to "unknown key": our name for a peer's key, a similar key here, the same key elsewhere, or all keys here."""
+def suggestion(top: type[BaseModel], path: Sequence[str], word: str, value: Any = None, *, whole: bool = False) -> str:
+    """A sentence to append to "unknown key": our name for a peer's key, a similar key here, the same key elsewhere, or all keys here.
+
+    `whole` names similar keys with their section.
+    """
     section, known = section_at(top, path), [key for key, _ in all_keys(top)]
     if said := _of_a_peer([*path, word], value, {key.rpartition(".")[2] for key in known}):
         return f" {said}"
     here = list(section.model_fields) if section else []
     elsewhere = [key for key in known if key.rpartition(".")[2] == word]
-    if similar := did_you_mean(word, here, 0.8 if elsewhere else 0.6):
+    prefix = "".join(f"{part}." for part in path) if whole else ""
+    if similar := did_you_mean(prefix + word, [prefix + name for name in here], 0.8 if elsewhere else 0.6):
         return similar
     if elsewhere:
         return f" Did you mean '{min(elsewhere, key=lambda key: key.count('.'))}'?"

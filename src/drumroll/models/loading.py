@@ -189,7 +189,7 @@ def find(name: str) -> str:
     if local and not (path / "config.json").exists():
         raise ModelError(f"model: {name} is not a Hugging Face model directory: it has no config.json.")
     if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ModelError(f"model: there is no directory {name}.")
+        raise ModelError(f"model: there is no directory {name}, neither in the current folder nor beside the recipe.")
     if not local and "/" not in name and did_you_mean(name, BUILT_IN_MODELS):
         raise ModelError(f"model: '{name}' is not known.{did_you_mean(name, BUILT_IN_MODELS)}")
     if not local:

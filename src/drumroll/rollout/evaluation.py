@@ -51,7 +51,8 @@ def open_sets(
         for i, prompt in enumerate(prompts):
             if len(prompt.tokens) > longest:
                 raise DataError(
-                    f"eval.sets.{name}: the prompt of row {i + 1} has {len(prompt.tokens)} tokens, more than data.max_prompt_tokens={longest}."
+                    f"eval.sets.{name}: the prompt of row {i + 1} has {len(prompt.tokens)} tokens, more than data.max_prompt_tokens={longest}; "
+                    "raise that, or leave long rows out of the set."
                 )
         sets.append(EvalSet(name, each, prompts))
     return sets

@@ -39,7 +39,9 @@ class RunReader:
         try:
             values = yaml.safe_load(self.config_text)
         except yaml.YAMLError as error:
-            raise StoreError(f"cannot read {self.path / CONFIG}: it is not valid YAML: {error}") from None
+            raise StoreError(
+                f"cannot read {self.path / CONFIG}: it is not valid YAML: {' '.join(str(error).split())}."
+            ) from None
         if not isinstance(values, dict):
             raise StoreError(f"cannot read {self.path / CONFIG}: a config is a mapping, this is {type(values).__name__}.")
         return values

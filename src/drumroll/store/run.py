@@ -23,6 +23,7 @@ from drumroll.runfiles.format import (
     CHECKPOINTS,
     CONFIG,
     FORMAT_FILE,
+    HINTS,
     LEDGER,
     METRICS,
     REPORT,
@@ -41,7 +42,7 @@ BEFORE_CONFIG = {LOCK, FORMAT_FILE, f".{FORMAT_FILE}.tmp", f".{CONFIG}.tmp"}
 """Files of a run directory whose creation was interrupted."""
 BEFORE_A_STEP = {
     *(*BEFORE_CONFIG, CONFIG, METRICS, ROLLOUTS, CHECKPOINTS, LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm"),
-    *("judge.jsonl", "tensorboard", "wandb", REPORT),
+    *("judge.jsonl", "tensorboard", "wandb", REPORT, HINTS, f".{HINTS}.tmp"),
 }
 """Files of a run that ended before its first step."""
 
@@ -102,9 +103,12 @@ class Run(RunReader):
 
     @classmethod
     def reopen(cls, path: Path, config: RunConfig) -> Run:
-        """Open a run directory to continue it, and keep the config: overrides given on resuming hold from then on."""
-        write_text(path / CONFIG, dump(config))
+        """Open a run directory to continue it under a config, perhaps with overrides."""
         return cls(path, config)
+
+    def write_config(self) -> None:
+        """Keep the config: overrides given on resuming hold from then on."""
+        write_text(self.path / CONFIG, dump(self.config))
 
     @property
     @override
