@@ -34,6 +34,7 @@ BENCHMARKS = (
     "environments.py",
     "rewards.py",
     "code.py",
+    "cli.py",
 )
 REMARKS = {
     "growth.py": "![tokens per second and cache memory against live sequences, context and model size](growth.svg)",

@@ -43,7 +43,7 @@ Metrics = dict[str, float]
 async def generate(config: RLConfig, workers: Workers, sample: Sample) -> None:
     """Generate one completion; keep its tokens with their log-probs and the versions that sampled them."""
     rollout, prompt = config.rollout, sample.prompt.tokens
-    sampling = Sampling(rollout.temperature, rollout.max_tokens, tuple(rollout.stop))
+    sampling = Sampling(rollout.temperature, rollout.length_limit, tuple(rollout.stop))
     seed = sample_seed(config.seed, "train", sample.draw, sample.index)
     order = sample.draw * rollout.samples + sample.index
 

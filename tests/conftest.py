@@ -80,7 +80,7 @@ def supervised(small: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
     rows = {"source": "drumroll.data.problems:demonstrations", "args": {"task": "sums", "flawed": 0.5}}
 
     def make(**changes: Any) -> dict[str, Any]:
-        made = small(pipeline="sft", batch=8, data={"train": {"sums": rows, "reversal": rows}}, **changes)
+        made = small(pipeline="sft", batch=8, eval_max_tokens=64, data={"train": {"sums": rows, "reversal": rows}}, **changes)
         del made["rollout"]
         return made
 

@@ -33,7 +33,7 @@ from drumroll.session import Session, interrupt
 from drumroll.stages import describe
 from drumroll.store.lock import locked
 from drumroll.store.run import Run
-from drumroll.workers.runtime import open_workers
+from drumroll.workers.runtime import open_workers, with_lengths
 
 Recipe = RunConfig | Mapping[str, Any] | str | Path
 Objects = Mapping[str, Any]
@@ -231,7 +231,7 @@ def _config(
     elif isinstance(recipe, Mapping):
         recipe, own = take(recipe, given)
         given |= own
-    config = load_config(recipe, overrides).config
+    config = with_lengths(load_config(recipe, overrides).config, fetch=True)
     return config, select(config.model_dump(mode="json"), given, within)
 
 

@@ -11,6 +11,7 @@ import click
 from typing_extensions import override
 
 from drumroll import __version__
+from drumroll.completion import Key, Override, script
 from drumroll.errors import DrumrollError, Interrupted, did_you_mean
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("recipe", required=False)
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", required=False, type=click.Path())
+@click.argument("overrides", nargs=-1, type=Override())
 @click.option("--resume", metavar="RUN", help="Continue the run in this directory from its last checkpoint.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing run of the same name.")
 @click.option(
@@ -101,7 +102,9 @@ def _show_dry_run(config: RunConfig, *, files: bool) -> None:
     from drumroll.checks.plan import plan_lines
     from drumroll.config import dump
     from drumroll.registry import search
+    from drumroll.workers.runtime import with_lengths
 
+    config = with_lengths(config)
     search(config.import_from)
     click.echo(dump(config))
     for line in chain(config.arithmetic(), plan_lines(config), resolve(config, files=files)):
@@ -110,8 +113,8 @@ def _show_dry_run(config: RunConfig, *, files: bool) -> None:
 
 @cli.command("eval")
 @click.argument("model")
-@click.argument("recipe", required=False)
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", required=False, type=click.Path())
+@click.argument("overrides", nargs=-1, type=Override())
 def evaluate(model: str, recipe: str | None, overrides: tuple[str, ...]) -> None:
     """Measure a MODEL, or the model of a RUN directory, on a recipe's held-out sets (default: the run's own)."""
     if recipe is not None and "=" in recipe and not Path(recipe).exists():
@@ -123,9 +126,9 @@ def evaluate(model: str, recipe: str | None, overrides: tuple[str, ...]) -> None
 
 
 @cli.command()
-@click.argument("key", required=False)
-@click.argument("recipe", required=False)
-@click.argument("overrides", nargs=-1)
+@click.argument("key", required=False, type=Key())
+@click.argument("recipe", required=False, type=click.Path())
+@click.argument("overrides", nargs=-1, type=Override())
 @click.option("--pipeline", default="rl", show_default=True, help="Whose keys to explain without a recipe.")
 def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pipeline: str) -> None:
     """Say what a config KEY means, its default and, with a RECIPE, its value and where it is set.
@@ -140,7 +143,7 @@ def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pip
     chosen = config_class(pipeline, [str(Path.cwd())], "--pipeline")
     if key is None:
         for name, field in all_keys(chosen):
-            click.echo(f"{name:<32} {(field.description or '').splitlines()[0]}")
+            click.echo(f"{name:<40} {(field.description or '').splitlines()[0]}")
         return
     if key.partition("=")[0] == "algorithm":
         from drumroll.algorithms.explain import explain_preset, list_presets
@@ -153,8 +156,15 @@ def explain(key: str | None, recipe: str | None, overrides: tuple[str, ...], pip
 
 
 @cli.command()
-@click.argument("recipe")
-@click.argument("overrides", nargs=-1)
+@click.argument("shell")
+def completion(shell: str) -> None:
+    """Print the script that completes commands and config keys in a SHELL (bash, zsh, fish)."""
+    click.echo(script(cli, shell))
+
+
+@cli.command()
+@click.argument("recipe", type=click.Path())
+@click.argument("overrides", nargs=-1, type=Override())
 @click.option("--simulate", is_flag=True, help="Play the rollout schedule on virtual time and show what limits it.")
 @click.option("--engines", default=None, type=click.IntRange(1), help="Engines. Default: the recipe's roles.rollout.workers.")
 @click.option("--steps", default=20, type=click.IntRange(1), show_default=True, help="Steps to simulate.")
@@ -187,7 +197,9 @@ def plan(recipe: str, overrides: tuple[str, ...], simulate: bool, engines: int |
     config = load(recipe, overrides).config
     search(config.import_from)
     from drumroll.checks.plan import plan_lines
+    from drumroll.workers.runtime import with_lengths
 
+    config = with_lengths(config)
     for line in chain(config.arithmetic(), plan_lines(config)):
         click.echo(line)
     if not simulate:
@@ -210,12 +222,18 @@ class Checks(Verbs):
     @override
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in self.commands:
+            from drumroll.envs import ENVIRONMENTS
             from drumroll.envs.runner import exists
 
             if Path(args[0]).suffix in (".yaml", ".yml") or Path(args[0]).exists():
                 args = ["recipe", *args]
             elif ":" in args[0] or exists(args[0]):
                 args = ["environment", *args]
+            elif not args[0].startswith("-"):
+                hint = did_you_mean(args[0], [*self.commands, *ENVIRONMENTS.parts])
+                raise DrumrollError(
+                    f"'{args[0]}' is neither a recipe, nor an environment, nor one of {', '.join(self.commands)}.{hint}"
+                )
         return super().resolve_command(ctx, args)
 
 
@@ -225,8 +243,8 @@ def check() -> None:
 
 
 @check.command("recipe")
-@click.argument("recipe")
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", type=click.Path())
+@click.argument("overrides", nargs=-1, type=Override())
 def check_recipe(recipe: str, overrides: tuple[str, ...]) -> None:
     """Whether a RECIPE's rewards tell right from wrong, and whether its start model has something to learn from."""
     import asyncio
@@ -279,7 +297,7 @@ def _environment_args(args: tuple[str, ...]) -> dict[str, Any]:
 
 @cli.command()
 @click.argument("target", metavar="RECIPE|ENV")
-@click.argument("overrides", nargs=-1)
+@click.argument("overrides", nargs=-1, type=Override())
 @click.option("--human", is_flag=True, help="Play the environment yourself.")
 @click.option("--seed", default=0, show_default=True, help="With --human: the episode's seed.")
 @click.option("--batches", default=1, type=click.IntRange(1), show_default=True, help="How many batches of the recipe.")
@@ -306,7 +324,7 @@ def rollout(target: str, overrides: tuple[str, ...], human: bool, seed: int, bat
 
 @cli.command()
 @click.argument("target", metavar="MODEL|RECIPE|RUN")
-@click.argument("overrides", nargs=-1)
+@click.argument("overrides", nargs=-1, type=Override())
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=0, type=click.IntRange(0, 65535), help="Port to listen on. Default: a free one.")
 @click.option("--token", help="What callers must give as API key. Default: a new one, printed.")
@@ -451,7 +469,7 @@ def ledger(run_path: str, prompt: str | None, in_flight: bool, by: tuple[str, ..
 
 @run.command()
 @click.argument("run_path", metavar="RUN")
-@click.argument("overrides", nargs=-1)
+@click.argument("overrides", nargs=-1, type=Override())
 def rescore(run_path: str, overrides: tuple[str, ...]) -> None:
     """Score a run's recorded samples again, with changed rewards: rescore RUN reward=number."""
     from rich.console import Console
@@ -474,7 +492,7 @@ def report(run_path: str) -> None:
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
     try:
-        cli(standalone_mode=False)
+        cli(prog_name="drumroll", standalone_mode=False)
     except Interrupted as stopped:
         click.echo(str(stopped), err=True)
         sys.exit(130)
@@ -482,7 +500,11 @@ def main() -> None:
         click.echo(f"drumroll: {error}", err=True)
         sys.exit(2)
     except click.ClickException as error:
-        error.show()
+        if isinstance(error, click.UsageError) and error.message and not error.message.startswith("Usage: "):
+            command = error.ctx.command_path if error.ctx else "drumroll"
+            click.echo(f"drumroll: {error.format_message()} See `{command} --help`.", err=True)
+        else:
+            error.show()
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         click.echo("drumroll: interrupted", err=True)

@@ -89,9 +89,9 @@ class Interrupted(DrumrollError):
     """The user asked the run to stop."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """A suggestion to append to an error, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 

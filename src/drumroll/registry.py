@@ -34,6 +34,9 @@ def import_path(path: str, what: str) -> Any:
     if path.startswith(objects.PREFIX):
         return objects.find(path.removeprefix(objects.PREFIX), what)
     module_name, _, name = path.partition(":")
+    if "/" in module_name or module_name.endswith(".py"):
+        plain = module_name.removeprefix("./").removesuffix(".py").replace("/", ".")
+        raise ConfigError(f"{what}: '{path}' names a file; a module's name has dots and no .py, for example {plain}:{name}.")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -80,7 +83,7 @@ class Registry(Generic[T]):
             part: Any = import_path(name, self.what)
             if callable(part):
                 return cast(T, part)
-            raise ConfigError(f"{self.what}: '{name}' is a {type(part).__name__}, not a function.")
+            raise ConfigError(f"{self.what}: '{name}' is of type {type(part).__name__}, not a function.")
         known = ", ".join(sorted(self.parts))
         raise ConfigError(
             f"{self.what}: '{name}' is not known; choose one of {known}, or name your own as module:function.{did_you_mean(name, self.parts)}"

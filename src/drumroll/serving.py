@@ -24,7 +24,7 @@ from drumroll.serve.caller import Caller, Served
 from drumroll.serve.endpoint import Endpoint
 from drumroll.serve.traces import Call
 from drumroll.serve.writing import EngineClient
-from drumroll.workers.runtime import Workers, context_length, open_workers
+from drumroll.workers.runtime import Workers, context_length, open_workers, with_lengths
 
 CONTEXT = 2048
 """Default context length, in tokens, for a model without a recipe."""
@@ -47,7 +47,7 @@ def config_of(target: str, overrides: Sequence[str] = ()) -> RunConfig:
             )
         return load(path / CONFIG, [f"model={run.model_path}", "roles.actor.model=null", *overrides]).config
     if path.suffix in (".yaml", ".yml"):
-        return load(path, overrides).config
+        return with_lengths(load(path, overrides).config, fetch=True)
     bare: dict[str, Any] = {
         "name": target.rstrip("/").rpartition("/")[2],
         "model": target,

@@ -19,7 +19,8 @@ from drumroll.envs.metrics import EPISODES
 from drumroll.errors import Interrupted
 from drumroll.learners import Learner
 from drumroll.observe.callbacks import Callbacks
-from drumroll.observe.failures import complaints, without_gradient
+from drumroll.observe.failures import complaints
+from drumroll.observe.hints import Hints
 from drumroll.observe.model_card import write_card
 from drumroll.observe.progress import Progress
 from drumroll.observe.report import write_report
@@ -87,6 +88,7 @@ class Session:
         self._resumable: dict[str, Resumable] = {}
         self._stopping = False
         self._told: set[str] = set()
+        self.hints = Hints(run, run.config, progress.notice)
         self.ledger: Ledger | None = None
         self._committed: dict[str, Any] = {}
         self._write_time: Metrics = {}
@@ -122,9 +124,12 @@ class Session:
         saved = self._saved() if self.resume else None
         if saved is not None:
             await self.recover(saved)
+            self.run.write_config()  # only now: an override that the checkpoint refuses must not stay
         else:
             if self.resume and self.run.metrics:
                 self.progress.notice(f"{self.run.path} has no complete checkpoint: the run begins again at step 0.")
+            if self.resume:
+                self.run.write_config()
             self.run.rewind(-1)
             self.run.checkpoints.discard_after(0)
             self.run.checkpoints.restore_best(None)
@@ -136,6 +141,7 @@ class Session:
             self._committed = self._state()
         self.progress.begin(self.step, self.before)
         self.callbacks.check()
+        self.hints.at_start({s.name: len(s.prompts) for s in self.evaluator.sets} if self.evaluator else {})
         if self._stopping:
             raise self._interrupted()
 
@@ -156,9 +162,7 @@ class Session:
             self.callbacks.samples(self.step, "train", samples)
             self._complain(samples)
             self.progress.sampled(self.step, samples)
-        if "gradient" not in self._told and (why := without_gradient(metrics, samples)):
-            self._told.add("gradient")
-            self.progress.notice(f"step {self.step}: {why}")
+        self.hints.after_step(self.step, metrics, samples)
         score: float | None = None
         if last or (config.eval.every and self.step % config.eval.every == 0):
             score = await self._evaluate_step(metrics)

@@ -153,7 +153,14 @@ def test_every_built_in_is_found_by_its_name():
 def test_a_pipeline_trains_as_the_built_in_that_it_repeats(imitation, small):
     _, path = imitation(deterministic=True)
     run = package.train(path)
-    recipe = small(pipeline="sft", batch=4, deterministic=True, name="built_in", data=yaml.safe_load(path.read_text())["data"])
+    recipe = small(
+        pipeline="sft",
+        batch=4,
+        eval_max_tokens=1,
+        deterministic=True,
+        name="built_in",
+        data=yaml.safe_load(path.read_text())["data"],
+    )
     del recipe["rollout"]
     built_in = package.train(recipe)
     for metric in ("train/loss", "train/grad_norm"):

@@ -51,7 +51,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline, untimed):
     changes = {"deterministic": True, "eval": {"every": 2}, "checkpoint": {"every": 1}}
     if pipeline == "sft":
         rows = {"source": "drumroll.data.problems:demonstrations", "args": {"task": "sums", "flawed": 0.5}}
-        changes |= {"pipeline": "sft", "batch": 8, "data": {"train": {"sums": rows, "reversal": rows}}}
+        changes |= {"pipeline": "sft", "batch": 8, "eval_max_tokens": 64, "data": {"train": {"sums": rows, "reversal": rows}}}
     if pipeline == "critic":  # with parts that remember
         remembering = {"reward_mean": "running", "reward_std": "running", "kl_reward": 0.1, "kl_target": 0.5, "kl_horizon": 50}
         changes |= {"algorithm": {"preset": "ppo", "critic_first": 1, **remembering}}
@@ -294,7 +294,7 @@ def test_a_bad_row_met_later_is_its_own_samples_failure(small, mine):
 
 
 def test_supervised_training_skips_a_bad_row_met_later(small, mine):
-    recipe = small(pipeline="sft", batch=4, steps=2)
+    recipe = small(pipeline="sft", batch=4, eval_max_tokens=64, steps=2)
     del recipe["rollout"], recipe["reward"], recipe["eval"]
     recipe["data"] = {"train": {"rows": {"source": f"{mine(LATER)}:rows"}}, "max_prompt_tokens": 16}
     progress = Hearing()
@@ -345,7 +345,7 @@ def test_supervised_training_on_chat_and_completion_rows(small, tmp_path):
         {"prompt": "c", "completion": "d"},
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    recipe = small(pipeline="sft", model=str(folder), batch=8, steps=80, optim={"lr": 3e-3})
+    recipe = small(pipeline="sft", model=str(folder), batch=8, eval_max_tokens=64, steps=80, optim={"lr": 3e-3})
     del recipe["rollout"], recipe["reward"], recipe["eval"]
     recipe["data"] = {"train": {"rows": {"source": str(tmp_path / "rows.jsonl")}}}
     run = drumroll.train(recipe)

@@ -20,6 +20,8 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
+from drumroll.processes.host import Memory, cgroups, first_number, read_memory, text_of
+
 PACKAGES = ("torch", "transformers", "ray", "vllm", "megatron-core", "deepspeed", "peft")
 INSTRUCTIONS = {
     "x86_64": {"avx2": "avx2", "avx512": "avx512f", "amx": "amx_tile", "bf16": "avx512_bf16 amx_bf16"},
@@ -33,7 +35,6 @@ COMPILERS = ("cc", "gcc", "clang")  # as in models/kernels.py, which is slow to 
 FOR_CPUS = "this torch is a build for CPUs only"
 ASKS_FOR_TOKEN = "it asks for a token: set RAY_AUTH_MODE=token"
 RAY_SECONDS = 4.0
-UNLIMITED = 2**60
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +56,6 @@ class Gpu:
     name: str
     memory: int
     bf16: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Memory that this process may use, in bytes; `limited` if a cgroup allows less than the machine has."""
-
-    total: int
-    available: int | None = None
-    limited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +126,7 @@ def look(folder: Path, root: Path = Path("/"), env: Mapping[str, str] = os.envir
         bwrap_problem=try_bwrap(bwrap) if bwrap else "",
         browser=_which(BROWSERS, env),
         compiler=_which(COMPILERS, env),
-        omp_threads=_first_number(env.get("OMP_NUM_THREADS", "")),
+        omp_threads=first_number(env.get("OMP_NUM_THREADS", "")),
     )
 
 
@@ -153,7 +145,7 @@ def read_cpu(root: Path, allowed: int | None = None, present: int | None = None,
     allowed = allowed or (len(affinity(0)) if affinity else present)
     architecture = {"amd64": "x86_64", "arm64": "aarch64"}.get(machine := (architecture or platform.machine()).lower(), machine)
     facts: dict[str, str] = {}
-    for line in _text(root / "proc" / "cpuinfo").splitlines():
+    for line in text_of(root / "proc" / "cpuinfo").splitlines():
         name, _, value = line.partition(":")
         facts.setdefault(name.strip(), value.strip())
     flags = set((facts.get("flags") or facts.get("Features") or "").split())
@@ -164,48 +156,12 @@ def read_cpu(root: Path, allowed: int | None = None, present: int | None = None,
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """Yield the quota, in cores, of every cgroup of this process that has one."""
-    for folder in _cgroups(root, "cpu"):
-        quota, _, period = _text(folder / "cpu.max").partition(" ")
-        quota = quota.strip() or _text(folder / "cpu.cfs_quota_us").strip()
-        period = period.strip() or _text(folder / "cpu.cfs_period_us").strip()
+    for folder in cgroups(root, "cpu"):
+        quota, _, period = text_of(folder / "cpu.max").partition(" ")
+        quota = quota.strip() or text_of(folder / "cpu.cfs_quota_us").strip()
+        period = period.strip() or text_of(folder / "cpu.cfs_period_us").strip()
         if quota.isdigit() and period.isdigit() and int(period):  # neither "max" nor -1
             yield int(quota) / int(period)
-
-
-def read_memory(root: Path) -> Memory | None:
-    """Read the machine's memory, or the part that the cgroup allows. File pages that can be dropped count as available."""
-    found = {name: _first_number(value) for name, _, value in _lines(root / "proc" / "meminfo", ":")}
-    total, available = (kib * 1024 if (kib := found.get(key)) is not None else None for key in ("MemTotal", "MemAvailable"))
-    if total is None:
-        try:
-            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):
-            return None
-    limited = False
-    for folder in _cgroups(root, "memory"):
-        limit = _number(folder, "memory.max", "memory.limit_in_bytes")
-        if limit is None or limit >= UNLIMITED:
-            continue
-        used = _number(folder, "memory.current", "memory.usage_in_bytes") or 0
-        stat = {name: value for name, _, value in _lines(folder / "memory.stat", " ")}
-        droppable = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
-        left = max(0, limit - max(0, used - droppable))
-        available = left if available is None else min(available, left)
-        total, limited = min(total, limit), limited or limit < total
-    return Memory(total, available, limited)
-
-
-def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups with this controller, innermost first; cgroup versions 1 and 2."""
-    mounts = root / "sys" / "fs" / "cgroup"
-    for line in _text(root / "proc" / "self" / "cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and controller not in controllers.split(","):
-            continue
-        mount = mounts / controllers if (mounts / controllers).is_dir() else mounts / controller
-        inner = Path(path.strip("/"))
-        yield from dict.fromkeys(mount / part for part in (inner, *inner.parents))
 
 
 def read_space(folder: Path) -> Space | None:
@@ -322,26 +278,6 @@ def tell_cluster(address: str, seconds: float) -> None:
 
 
 # --- reading ---
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _lines(path: Path, separator: str) -> list[tuple[str, str, str]]:
-    return [line.partition(separator) for line in _text(path).splitlines()]
-
-
-def _number(folder: Path, *names: str) -> int | None:
-    return next((int(text) for name in names if (text := _text(folder / name).strip()).isdigit()), None)
-
-
-def _first_number(text: str) -> int | None:
-    words = text.replace(",", " ").split()
-    return int(words[0]) if words and words[0].isdigit() else None
 
 
 def _first_line(error: BaseException) -> str:

@@ -28,6 +28,7 @@ from drumroll.placement.backend_memory import DeepSpeedLearner, MegatronLearner
 from drumroll.placement.devices import Device, Kind, Layout, ranges
 from drumroll.placement.layout import check_meshes
 from drumroll.placement.memory import NAMES, Rows, Training, Usage, Work
+from drumroll.processes.memory import SHARE
 from drumroll.workers.runtime import context_length, open_algorithm
 
 TRAINED = ("actor", "critic")
@@ -192,8 +193,11 @@ class _Usages:
             share = float(role.options.get("gpu_memory_utilization", UTILIZATION))
             return memory.vllm(shape, dtype, parts=parts, context=context, memory=device.memory, utilization=share)
         packed = device.kind is Kind.CPU
+        cache_gb = role.cache_gb
+        if cache_gb is None and device.memory is not None:
+            cache_gb = device.memory / SHARE / (role.workers if self.local else 1) / 2**30
         found = memory.engine(
-            shape, dtype, slots=role.slots, context=context, cache_gb=role.cache_gb, packed=packed, fixed=config.deterministic
+            shape, dtype, slots=role.slots, context=context, cache_gb=cache_gb, packed=packed, fixed=config.deterministic
         )
         if not self.local:
             return found

@@ -26,7 +26,7 @@ from drumroll.rewards import Rewards, Scorer
 from drumroll.rewards.group_calls import GroupCalls
 from drumroll.rollout.evaluation import Evaluator
 from drumroll.sample import Failure, Prompt, Sample, StopReason
-from drumroll.workers.runtime import open_workers
+from drumroll.workers.runtime import open_workers, with_lengths
 
 ROWS, GROUPS = 12, 6
 """Rows per domain to score, and how many of them the start model answers."""
@@ -89,6 +89,7 @@ class Preflight:
 
 async def preflight(config: RunConfig, notify: Callable[[str], None] = lambda text: None) -> Preflight:
     """Open all parts as training does, and run the checks. `notify` receives messages for the user as they arise."""
+    config = with_lengths(config, fetch=True)
     search(config.import_from)
     scan_data(config, Rewards(config.rewards()).required_columns)
     rollout, environment = config.rollout_section(), config.environment_section()
@@ -222,7 +223,7 @@ async def _score(scorer: Scorer, prompt: Prompt, completion: str) -> Sample:
 async def _start(config: RunConfig, player: Evaluator, domain: str, prompts: Sequence[Prompt]) -> Start:
     """Let the start model answer a few prompts, or play episodes, with training's sampling; return the results."""
     own = config.rollout_section().of(domain)
-    sampling = Sampling(own.temperature, own.max_tokens, tuple(own.stop), max_thinking=own.max_thinking_tokens)
+    sampling = Sampling(own.temperature, own.length_limit, tuple(own.stop), max_thinking=own.max_thinking_tokens)
 
     calls = [GroupCalls(range(own.samples)) for _ in prompts]
 

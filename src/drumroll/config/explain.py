@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from drumroll.config.loading import Loaded, section_at
+from drumroll.config.keys import all_keys, held, section_at, type_name
+from drumroll.config.loading import Loaded
 from drumroll.config.pipelines import DEFAULT, config_class
-from drumroll.errors import ConfigError, did_you_mean
+from drumroll.config.suggest import suggestion
+from drumroll.errors import ConfigError
+
+__all__ = ["all_keys", "explain"]
 
 
 def explain(key: str, loaded: Loaded | None, pipeline: str = DEFAULT) -> str:
@@ -23,24 +26,25 @@ def explain(key: str, loaded: Loaded | None, pipeline: str = DEFAULT) -> str:
     if field is None:
         section = section_at(top, [*path, last])
         if section is None:
-            known = [name for name, _ in all_keys(top)]
-            ending = min((k for k in known if k.endswith(f".{key}")), key=len, default=None)
-            hint = f" Did you mean '{ending}'?" if ending else did_you_mean(key, known)
-            raise ConfigError(f"there is no key '{key}'.{hint}")
+            raise ConfigError(f"there is no key '{key}'.{suggestion(top, path, last, whole=True)}")
         return _section(key, section)
-    lines = [f"{key}: {_type_name(field)}", f"  {field.description or ''}", f"  default: {_default(field)}"]
+    lines = [f"{key}: {type_name(field.annotation)}", f"  {field.description or ''}", f"  default: {_default(field)}"]
     if loaded is not None:
         value: Any = loaded.config
         for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-            if value is None:
-                break
+            value = _inside(value, part)
         shown = "(section)" if isinstance(value, BaseModel) else repr(value)
         above = (loaded.origins.get(k, "") for k in _upwards(key)[1:])
         origin = loaded.origins.get(key) or next((o for o in above if o.startswith("override")), "default")
         lines.append(f"  value:   {shown}, set by {origin}")
-    section = section_at(top, [*path, last])
-    return "\n".join(lines) + (f"\n{_section(key, section)}" if section else "")
+    section, place = held(field.annotation)
+    return "\n".join(lines) + (f"\n{_section(f'{key}.{place}'.rstrip('.'), section)}" if section else "")
+
+
+def _inside(value: Any, part: str) -> Any:
+    if isinstance(value, list):
+        return value[int(part)] if part.isdigit() and int(part) < len(value) else None
+    return value.get(part) if isinstance(value, dict) else getattr(value, part, None)
 
 
 def _section(key: str, section: type[BaseModel]) -> str:
@@ -52,23 +56,9 @@ def _section(key: str, section: type[BaseModel]) -> str:
     return "\n".join(f"  {name:<{width}}  {default:<12}  {text}" for name, default, text in rows)
 
 
-def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every dotted key of a config model, sections included."""
-    for name, field in section.model_fields.items():
-        yield f"{prefix}{name}", field
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from all_keys(field.annotation, f"{prefix}{name}.")
-
-
 def _upwards(key: str) -> list[str]:
     parts = key.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-
-
-def _type_name(field: FieldInfo) -> str:
-    annotation = field.annotation
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    return text.replace("typing.", "").replace("drumroll.config.", "")
 
 
 def _default(field: FieldInfo) -> str:

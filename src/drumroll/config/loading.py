@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from drumroll.config.keys import FIRST, readable, section_at
 from drumroll.config.pipelines import DEFAULT, config_class
 from drumroll.config.roles import BUILT_IN_MODELS
 from drumroll.config.run import RunConfig
-from drumroll.errors import ConfigError, did_you_mean
+from drumroll.config.suggest import suggestion
+from drumroll.errors import ConfigError
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -54,7 +57,7 @@ def check(values: dict[str, Any], origins: Mapping[str, str] | None = None) -> R
     try:
         return top.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(e, top, origins or {}) for e in _relevant(error.errors()))) from None
+        raise ConfigError("\n".join(_sentences(error.errors(), top, origins or {}))) from None
 
 
 def dump(config: RunConfig) -> str:
@@ -106,19 +109,36 @@ def _apply(values: dict[str, Any], override: str, origins: dict[str, str]) -> No
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"the value of override '{override}' is not valid YAML.") from None
+        raise ConfigError(
+            f"the value of override '{override}' is not valid YAML: close what it opens, and quote it for the shell."
+        ) from None
     place = values
     *parents, last = key.split(".")
-    for depth, parent in enumerate(parents):
+    for depth, (parent, below) in enumerate(pairwise([*parents, last])):
         if depth == 0 and parent == "algorithm" and isinstance(values.get(parent), str):
             values[parent] = {"preset": values[parent]}  # what a name alone stands for
-        place = place.setdefault(parent, {})
-        if not isinstance(place, dict):
+        place = _inside(place, parent, override, [] if below.isdigit() else {})
+        if not isinstance(place, (dict, list)):
             raise ConfigError(f"override '{override}': '{parent}' is a value, not a section.")
-    place[last] = value
+    if isinstance(place, list):
+        _inside(place, last, override, {})
+        place[int(last)] = value
+    else:
+        place[last] = value
     for below in [k for k in origins if k.startswith(f"{key}.")]:
         del origins[below]
     origins[key] = f"override {override}"
+
+
+def _inside(place: dict[str, Any] | list[Any], part: str, override: str, missing: Any) -> Any:
+    """What is at a key, or at a position of a list; `missing` is put where nothing is, also after the last of a list."""
+    if isinstance(place, dict):
+        return place.setdefault(part, missing)
+    if not part.isdigit() or int(part) > len(place):
+        raise ConfigError(f"override '{override}': '{part}' is no position in a list of {len(place)}; the first is 0.")
+    if int(part) == len(place):
+        place.append(missing)
+    return place[int(part)]
 
 
 def _plain(value: Any) -> Any:
@@ -157,44 +177,52 @@ def _resolve_paths(values: dict[str, Any], base: Path) -> None:
                 section["model"] = str(found.resolve())
 
 
-def _relevant(errors: list[ErrorDetails]) -> list[ErrorDetails]:
-    """A union reports every branch it tried; unknown keys say more than the branches' other complaints."""
+def _sentences(errors: list[ErrorDetails], top: type[RunConfig], origins: Mapping[str, str]) -> list[str]:
+    """One sentence for each key. A union reports every branch that it tried: unknown keys say more than other complaints,
+    and those of a branch that lacks a key, or that lie above another's, least.
+    """
+    lacking = {e["loc"][:-1] for e in errors if e["type"] == "missing"}
     extra = [e for e in errors if e["type"] == "extra_forbidden"]
-    return (extra or errors)[:5]
+    chosen = [e for e in extra if e["loc"][:-1] not in lacking] or extra or errors
+    by_key = {tuple(readable(top, e["loc"])): e for e in reversed(chosen)}
+    keys = [key for key in reversed(by_key) if not any(other[: len(key)] == key != other for other in by_key)]
+    return [_sentence(list(key), by_key[key], top, origins) for key in keys[:5]]
 
 
-def _sentence(error: ErrorDetails, top: type[RunConfig], origins: Mapping[str, str]) -> str:
-    location = [str(p) for p in error["loc"]]
+def _sentence(location: list[str], error: ErrorDetails, top: type[RunConfig], origins: Mapping[str, str]) -> str:
     key = ".".join(location)
-    where = next((origins[k] + ": " for k in _prefixes(key) if k in origins), "")
+    below = (k for k in origins if k.startswith(f"{key}."))
+    set_at = next((k for k in (*_prefixes(key), *below) if k in origins), None)
+    where = f"{origins[set_at]}: " if set_at else ""
     if error["type"] == "extra_forbidden":
-        known = _fields_at(top, location[:-1])
-        prefix = ".".join(location[:-1])
-        hint = did_you_mean(location[-1], known) or f" Keys {'of ' + prefix if prefix else 'at the top'}: {', '.join(known)}."
-        return f"{where}unknown key '{key}'.{hint}"
+        return f"{where}unknown key '{key}'.{suggestion(top, location[:-1], location[-1], error['input'])}"
     if error["type"] == "missing":
-        return f"{where}the key '{key}' is missing."
-    message = error["msg"].removeprefix("Value error, ")
+        return f"{where}the key '{key}' is missing; `drumroll explain {key}` says what it is."
+    message = _message(location, error, top)
     if not key:
         return f"{message}."
-    return f"{where}{key}: {message[0].lower()}{message[1:]}, got {error['input']!r}."
+    named = message if message.startswith(f"{location[0]}.") else f"{key}: {message[0].lower()}{message[1:]}"
+    given, said = error["input"], error["type"] == "value_error"  # our own sentences name what they are about
+    shown = "" if said and (isinstance(given, dict) or f"{given}" in message) else f", got {given!r}"
+    return f"{where}{named}{shown}".rstrip(".") + "." * (not named.endswith("?") or bool(shown))
+
+
+def _message(location: list[str], error: ErrorDetails, top: type[RunConfig]) -> str:
+    """What is wrong with a value, and what it should be."""
+    section = section_at(top, [*location, FIRST])
+    if error["type"] == "model_type" and (own := section_at(top, location)):
+        return f"it is a section with the keys {', '.join(own.model_fields)}"
+    if error["type"] == "dict_type" and section:
+        return f"it has names, each with a section, for example {{my_name: {{{next(iter(section.model_fields))}: ...}}}}"
+    if error["type"] in ("list_type", "tuple_type"):
+        return (
+            f"it is a list, for example [{error['input']!r}]"
+            if not section
+            else f"it is a list of sections, for example [{error['input']}]"
+        )
+    return error["msg"].removeprefix("Value error, ")
 
 
 def _prefixes(key: str) -> list[str]:
     parts = key.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-
-
-def section_at(top: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    """The config model that holds the keys at a dotted path (through dicts of sections), if there is one."""
-    model: Any = top
-    for part in path:
-        field_info = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, BaseModel) else None
-        annotation = field_info.annotation if field_info else next(iter(get_args(model)[1:]), None)
-        model = annotation
-    return model if isinstance(model, type) and issubclass(model, BaseModel) else None
-
-
-def _fields_at(top: type[BaseModel], path: Sequence[str]) -> list[str]:
-    section = section_at(top, path)
-    return list(section.model_fields) if section else []

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from drumroll.config.algorithm import GROUPED, WITHOUT_RATIO, AlgorithmConfig
 from drumroll.config.environment import NONE, EnvironmentConfig
-from drumroll.config.rollout import RolloutConfig
+from drumroll.config.rollout import RolloutConfig, default_length
 from drumroll.config.run import RunConfig
 
 
@@ -52,6 +52,16 @@ class RLConfig(RunConfig):
     def single_update(self) -> bool:
         samples = self.batch_size()
         return self.optim.epochs == 1 and (self.optim.minibatch or samples) >= samples
+
+    @override
+    def with_lengths(self, context: int | None) -> Self:
+        if self.rollout.max_tokens is not None:
+            return self
+        longest = default_length(self.environment.context or context, self.data.max_prompt_tokens)
+        made = self.model_copy(update={"rollout": self.rollout.model_copy(update={"max_tokens": longest})})
+        if context is None or made.longest_trace() <= context or made.environment.mode == "step" or not made.has_episodes():
+            return made
+        return made.model_copy(update={"environment": self.environment.model_copy(update={"context": context})})
 
     @override
     def longest(self) -> int:
@@ -107,7 +117,7 @@ class RLConfig(RunConfig):
 
     @model_validator(mode="after")
     def _has_a_reward(self) -> Self:
-        if not self.rewards() and not self.has_episodes():
+        if not any(self.rewards().values()) and not self.has_episodes():
             raise ValueError(
                 "reward is missing: name a built-in (reward: exact) or your own function (reward: my_rewards:correct), or an environment (environment: {use: ...})"
             )

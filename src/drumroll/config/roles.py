@@ -153,7 +153,7 @@ class RolloutRole(Section):
     slots: int = Field(256, ge=1)
     """How many samples an engine generates at once."""
     cache_gb: float | None = Field(None, gt=0)
-    """native: memory of keys and values; when it runs out, the youngest samples wait. Default: enough for all slots at full length."""
+    """native: memory of keys and values; when it runs out, the youngest samples wait. Default: enough for all slots at full length, but at most a third of the free memory (with `deterministic: true`, of all memory: fewer slots then)."""
 
 
 class ReferenceRole(Section):

@@ -9,6 +9,14 @@ from pydantic import Field, model_validator
 
 from drumroll.config.section import Section
 
+MOST_TOKENS, FEWEST_TOKENS = 1024, 64
+"""Bounds of the default of `rollout.max_tokens`."""
+
+
+def default_length(context: int | None, prompt: int) -> int:
+    """The longest completion of a model with this context after the longest prompt."""
+    return MOST_TOKENS if context is None else max(FEWEST_TOKENS, min(MOST_TOKENS, context - prompt))
+
 
 class DomainRollout(Section):
     """What one domain does otherwise; what is not named is as for all."""
@@ -34,8 +42,8 @@ class RolloutConfig(Section):
     """Prompts (groups) per step."""
     samples: int = Field(8, ge=1)
     """Samples per prompt: the group size."""
-    max_tokens: int = Field(64, ge=1)
-    """Longest completion, in tokens."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest completion, in tokens. Default: 1024, or less if the model's context has less room after `data.max_prompt_tokens`."""
     max_thinking_tokens: int | None = Field(None, ge=1)
     """Longest thought (`<think>…</think>`), in tokens. At the limit `</think>` is written for the policy, without loss, and the answer follows."""
     temperature: float = Field(1.0, gt=0)
@@ -112,9 +120,14 @@ class RolloutConfig(Section):
         return max([self.samples, *(d.samples or 0 for d in self.domains.values())])
 
     @property
+    def length_limit(self) -> int:
+        """The longest completion, in tokens."""
+        return self.max_tokens or MOST_TOKENS
+
+    @property
     def longest(self) -> int:
         """The longest completion of any domain."""
-        return max([self.max_tokens, *(d.max_tokens or 0 for d in self.domains.values())])
+        return max([self.length_limit, *(d.max_tokens or 0 for d in self.domains.values())])
 
     @property
     def lag_limit(self) -> int:

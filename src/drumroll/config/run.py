@@ -254,6 +254,10 @@ class RunConfig(Section):
         """Whether a batch is one optimizer step, so that the policy before the update is the policy in it."""
         return True
 
+    def with_lengths(self, context: int | None) -> Self:
+        """Fill in the lengths that depend on the model's context in tokens; None if that is not known."""
+        return self
+
     def longest(self) -> int:
         """The most tokens that the policy writes in one sample."""
         return self.rollout_section().longest

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from pydantic import Field
 from typing_extensions import override
 
 from drumroll.config.data import DatasetConfig
-from drumroll.config.rollout import RolloutConfig
+from drumroll.config.rollout import RolloutConfig, default_length
 from drumroll.config.run import RunConfig
 
 
@@ -21,12 +23,17 @@ class SFTConfig(RunConfig):
     """Longest row, prompt and completion together, in tokens; a longer one loses its tail."""
     observations: bool = False
     """Learn to predict prompts and observations too, not only the answers: a model that starts from nothing learns to read sooner."""
-    eval_max_tokens: int = Field(64, ge=1)
-    """Longest completion in evaluation."""
+    eval_max_tokens: int | None = Field(None, ge=1)
+    """Longest completion in evaluation. Default: 1024, or less if the model's context has less room after `data.max_prompt_tokens`."""
 
     @override
     def rollout_section(self) -> RolloutConfig:
         return RolloutConfig(max_tokens=self.eval_max_tokens)
+
+    @override
+    def with_lengths(self, context: int | None) -> Self:
+        longest = self.eval_max_tokens or default_length(context, self.data.max_prompt_tokens)
+        return self.model_copy(update={"eval_max_tokens": longest})
 
     @override
     def longest_trained(self) -> int:

@@ -226,7 +226,7 @@ def _tables(name: str, path: Path, opened: list[Callable[[], Any]]) -> Table:
     try:
         table = pa.concat_tables([make() for make in opened], promote_options="permissive")
     except (ValueError, OSError, pa.ArrowException) as error:
-        raise DataError(f"{name}: {path} could not be parsed: {error}.") from None
+        raise DataError(f"{name}: {path} could not be parsed: {str(error).rstrip('.')}.") from None
     return arrow_rows(table)
 
 
@@ -252,7 +252,7 @@ def _read_file(name: str, path: Path) -> Sequence[Row]:
             case ".csv":
                 return list(csv.DictReader(io.StringIO(text.decode(), newline="")))
     except (ValueError, OSError) as error:
-        raise DataError(f"{name}: {path} could not be parsed: {error}.") from None
+        raise DataError(f"{name}: {path} could not be parsed: {str(error).rstrip('.')}.") from None
     raise DataError(
         f"{name}: {path} is of no known kind; use .jsonl, .json, .csv, .parquet, a directory, hf:owner/name or module:function."
     )

@@ -209,7 +209,7 @@ class PromptSource:
         """`tolerant` gives an unusable row as a prompt with a `defect` instead of raising, once its dataset has had a usable one."""
         self.config = config
         self.tolerant = tolerant
-        self.overlong = 0
+        self.overlong = self.longest = 0  # prompts above `data.max_prompt_tokens`, and the tokens of the longest
         self._draws = 0
         mixture = config.mixture or dict.fromkeys(config.train, 1.0)
         total = sum(mixture.values())
@@ -242,7 +242,8 @@ class PromptSource:
             if prompt is not None:
                 return prompt, stream.reader
         raise DataError(
-            f"{stream.reader.name}: 1000 prompts in a row are longer than data.max_prompt_tokens={self.config.max_prompt_tokens}."
+            f"{stream.reader.name}: 1000 prompts in a row are longer than data.max_prompt_tokens={self.config.max_prompt_tokens}, up to "
+            f"{self.longest} tokens; raise it, or set data.overlong: truncate."
         )
 
     def _read(self, stream: _Stream) -> Prompt:
@@ -261,7 +262,7 @@ class PromptSource:
         limit, length = self.config.max_prompt_tokens, len(prompt.tokens)
         if length <= limit:
             return prompt
-        self.overlong += 1
+        self.overlong, self.longest = self.overlong + 1, max(self.longest, length)
         if self.config.overlong == "fail":
             raise DataError(
                 f"{name}: prompt {prompt.id} has {length} tokens, more than data.max_prompt_tokens={limit}; set data.overlong to drop or truncate."
@@ -282,16 +283,24 @@ class PromptSource:
         """Over-long prompts met so far, and passes over the largest finite dataset."""
         finite = [s for s in self._streams if isinstance(s.rows, Sequence)]
         epochs = max(finite, key=lambda s: len(s.rows)).epochs() if finite else 0.0  # pyrefly: ignore[bad-argument-type]
-        return {"data/overlong": float(self.overlong), **({"data/epoch": epochs} if epochs else {})}
+        overlong = {"data/overlong": float(self.overlong)} | ({"data/longest": float(self.longest)} if self.overlong else {})
+        return overlong | ({"data/epoch": epochs} if epochs else {})
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: how many rows were taken from each dataset."""
         taken = {s.reader.name: s.taken for s in self._streams}
-        return {"draws": self._draws, "drawn": list(self._drawn), "taken": taken, "overlong": self.overlong}
+        return {
+            "draws": self._draws,
+            "drawn": list(self._drawn),
+            "taken": taken,
+            "overlong": self.overlong,
+            "longest": self.longest,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue the order where a checkpoint left it."""
         self._draws, self._drawn, self.overlong = state["draws"], list(state["drawn"]), state["overlong"]
+        self.longest = state.get("longest", 0)
         for stream in self._streams:
             taken = state["taken"].get(stream.reader.name, 0)
             stream.sound = taken > 0

@@ -168,6 +168,8 @@ class EngineSetup:
     context: int
     """Tokens of the longest request with its completion."""
     deterministic: bool
+    neighbours: int = 1
+    """Engines that share the memory of this machine, if it computes on a CPU."""
 
 
 @dataclass(frozen=True)

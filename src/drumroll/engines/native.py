@@ -40,6 +40,7 @@ from drumroll.models.loading import LoadedModel, kv_shapes
 from drumroll.models.lora import adapter_parameters
 from drumroll.models.packing import PackedLinears, quicken_norms
 from drumroll.processes.accelerator import empty_cache, send
+from drumroll.processes.memory import spare_gb
 from drumroll.processes.threads import CORES, LINGER
 from drumroll.sample import StopReason, Version
 from drumroll.weights import Named, fill
@@ -51,8 +52,9 @@ PAGE_TOKENS = 128
 class NativeEngine:
     """Implements `Engine` in this process.
 
-    `cache_gb` limits the memory of keys and values; None allocates enough for every slot at full length. When the
-    memory runs out, the youngest request is preempted; it is recomputed later, with the same tokens and random numbers.
+    `cache_gb` limits the memory of keys and values, in GiB. Without it there is enough for every slot at full length, or
+    as much of that as `spare_gb` holds, and at least one sequence. When the memory runs out, the youngest request is
+    preempted; it is recomputed later, with the same tokens and random numbers. A fixed shape has fewer slots instead.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class NativeEngine:
         context: int,
         fixed_shape: bool = False,
         cache_gb: float | None = None,
+        spare_gb: float | None = None,
         page_tokens: int | None = None,
     ) -> None:
         self.model = model
@@ -76,9 +79,9 @@ class NativeEngine:
         self.device = next(model.module.parameters()).device
         self._shapes = kv_shapes(model.module)
         self._vocabulary = int(model.module.get_input_embeddings().weight.shape[0])
-        self._packs = PackedLinears(model.module, rows=slots)
+        self.page_count = self._count_pages(cache_gb, spare_gb)
+        self._packs = PackedLinears(model.module, rows=self.slots)
         quicken_norms(model.module)
-        self.page_count = self._count_pages(cache_gb)
         self._kept: KVCache | None = self._new_cache()
         self._pages = self._new_pages()
         self._arrivals = itertools.count()
@@ -213,17 +216,19 @@ class NativeEngine:
             return FixedPages(self.slots, self.page_count // self.slots, self.page_tokens)
         return Pages(self.page_count, self.page_tokens)
 
-    def _count_pages(self, cache_gb: float | None) -> int:
-        """Return the number of pages that all slots can need, or that the memory limit allows."""
+    def _count_pages(self, cache_gb: float | None, spare_gb: float | None) -> int:
+        """Return the number of pages that all slots can need, or that the memory limit allows. Lowers `slots` of a fixed shape."""
         full = -(-self.context // self.page_tokens)
         if self.fixed_shape:
             per_slot, least = full, full * self.slots
         else:
             per_slot = least = full + 2  # a sequence may branch off within a page, and so may the sequence it branches off from
+        page_bytes = sum(2 * heads * dim * self.page_tokens * self.model.module.dtype.itemsize for heads, dim in self._shapes)
         if cache_gb is None:
-            return per_slot * self.slots
-        width = self.model.module.dtype.itemsize
-        page_bytes = sum(2 * heads * dim * self.page_tokens * width for heads, dim in self._shapes)
+            spare = per_slot * self.slots if spare_gb is None else int(spare_gb * 2**30 / page_bytes)
+            if self.fixed_shape:
+                self.slots = max(1, min(self.slots, spare // full))
+            return min(max(spare, per_slot), per_slot * self.slots)
         granted = int(cache_gb * 2**30 / page_bytes)
         if granted < least:
             needs = (
@@ -565,9 +570,15 @@ def _reads(slots: list[int], chains: list[Chain]) -> Reads:
 
 
 def _make(setup: EngineSetup) -> NativeEngine:
-    role = setup.role
+    role, model = setup.role, setup.load()
+    spare = spare_gb(str(model.module.device), setup.neighbours, fixed=setup.deterministic)
     return NativeEngine(
-        setup.load(), slots=role.slots, context=setup.context, fixed_shape=setup.deterministic, cache_gb=role.cache_gb
+        model,
+        slots=role.slots,
+        context=setup.context,
+        fixed_shape=setup.deterministic,
+        cache_gb=role.cache_gb,
+        spare_gb=spare,
     )
 
 

@@ -196,7 +196,9 @@ def _check(folder: Path, shapes: Mapping[str, Sequence[int]]) -> float:
             detail = f"{name} has shape {saved[name]} in the checkpoint and {wanted[name]} in the model"
         else:
             continue
-        raise StoreError(f"the checkpoint {folder} holds another model than the config names: {detail}.")
+        raise StoreError(
+            f"the checkpoint {folder} holds another model than the config names: {detail}. Continue it without that override, or begin a new run."
+        )
     return described["step"]
 
 

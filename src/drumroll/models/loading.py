@@ -111,6 +111,14 @@ def _downloaded(name: str) -> Path:
     return Path(_pretrained(name, lambda found: snapshot_download(found, allow_patterns=files)))
 
 
+def fetch_config(name: str) -> None:
+    """Bring the config of a model of the hub into the cache."""
+    from huggingface_hub import hf_hub_download
+
+    if not Path(find(name)).expanduser().exists():
+        _pretrained(name, lambda found: hf_hub_download(found, "config.json"))
+
+
 def load_tokenizer(name: str) -> Any:
     """A model's tokenizer alone."""
     if name in BUILT_IN_MODELS:
@@ -181,7 +189,7 @@ def find(name: str) -> str:
     if local and not (path / "config.json").exists():
         raise ModelError(f"model: {name} is not a Hugging Face model directory: it has no config.json.")
     if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ModelError(f"model: there is no directory {name}.")
+        raise ModelError(f"model: there is no directory {name}, neither in the current folder nor beside the recipe.")
     if not local and "/" not in name and did_you_mean(name, BUILT_IN_MODELS):
         raise ModelError(f"model: '{name}' is not known.{did_you_mean(name, BUILT_IN_MODELS)}")
     if not local:

@@ -148,6 +148,14 @@ def find_shape(name: str, *, classifier: bool = False) -> ModelShape | None:
     return None if config is None else shape_of(config, classifier=classifier)
 
 
+def find_context(name: str) -> int | None:
+    """The most tokens that a named model attends to; None if its config is not at hand or does not say."""
+    config = _config(name) or {}
+    text = config.get("text_config") or config
+    found = (text.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"))
+    return next((value for value in found if isinstance(value, int)), None)
+
+
 def shape_of(config: Mapping[str, Any], *, classifier: bool = False) -> ModelShape | None:
     """The shape that a `config.json` describes; None if transformers does not know such a model."""
     import torch

@@ -95,6 +95,7 @@ def write_report(run: RunReader) -> Path:
         rest=rest,
         stride=_stride(rows),
         legend=_legend(columns),
+        hints=run.hints,
         failures=_failures(run),
         samples=[_shown(row) for row in with_dialogues(run, list(_samples(run)))],
         data={"steps": [row["step"] for row in drawn], "columns": columns, "broken": broken, "charts": charts},

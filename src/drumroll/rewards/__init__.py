@@ -315,7 +315,9 @@ class Rewards:
         if not found:
             if played:
                 return []
-            raise ConfigError(f"no reward for domain '{domain}'; `reward` names {', '.join(self._rewards) or 'none'}.")
+            raise ConfigError(
+                f"no reward for domain '{domain}'; `reward` names {', '.join(self._rewards) or 'none'}: add one for it, or one for all others as `\"*\"`."
+            )
         return found
 
     def required_columns(self, domain: str, *, played: bool = False) -> list[tuple[str, str]]:

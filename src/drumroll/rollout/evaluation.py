@@ -52,7 +52,8 @@ def open_sets(
         for i, prompt in enumerate(prompts):
             if len(prompt.tokens) > longest:
                 raise DataError(
-                    f"eval.sets.{name}: the prompt of row {i + 1} has {len(prompt.tokens)} tokens, more than data.max_prompt_tokens={longest}."
+                    f"eval.sets.{name}: the prompt of row {i + 1} has {len(prompt.tokens)} tokens, more than data.max_prompt_tokens={longest}; "
+                    "raise that, or leave long rows out of the set."
                 )
         sets.append(EvalSet(name, each, prompts))
     return sets
@@ -91,7 +92,7 @@ class Evaluator:
         samples: list[Sample] = []
         for each in self.sets:
             config = each.config
-            longest, stop = config.max_tokens or self.rollout.max_tokens, tuple(self.rollout.stop)
+            longest, stop = config.max_tokens or self.rollout.length_limit, tuple(self.rollout.stop)
             thinking = config.max_thinking_tokens or self.rollout.max_thinking_tokens
             own = Sampling(config.temperature, longest, stop, config.top_p, config.top_k, config.min_p, thinking)
             found = await self._measure(each, own, config.samples, f"eval/{each.name}/{step}")

@@ -19,10 +19,13 @@ FILTERS: Registry[Filter] = Registry("rollout.filter")
 def find_filter(name: str, arguments: Mapping[str, float]) -> Filter:
     """Return the filter by name with its arguments, which are checked against its signature."""
     function = FILTERS.get(name)
+    taken = list(inspect.signature(function).parameters)[1:]
     try:
         inspect.signature(function).bind([0.0], **arguments)
     except TypeError as error:
-        raise ConfigError(f"rollout.filter_args {dict(arguments)} do not fit the filter '{name}': {error}.") from None
+        raise ConfigError(
+            f"rollout.filter_args {dict(arguments)} do not fit the filter '{name}': {error}; it takes {', '.join(taken) or 'none'}."
+        ) from None
     return functools.partial(function, **arguments)
 
 

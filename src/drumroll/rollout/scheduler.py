@@ -52,7 +52,9 @@ class SamplingPlan:
     @classmethod
     def of(cls, config: RolloutConfig) -> SamplingPlan:
         found = find_filter(config.filter, config.filter_args) if config.filter else None
-        sampling = Sampling(config.temperature, config.max_tokens, tuple(config.stop), max_thinking=config.max_thinking_tokens)
+        sampling = Sampling(
+            config.temperature, config.length_limit, tuple(config.stop), max_thinking=config.max_thinking_tokens
+        )
         return cls(config.samples, sampling, found)
 
 

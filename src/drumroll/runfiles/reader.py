@@ -19,7 +19,19 @@ from typing_extensions import override
 from drumroll.errors import StoreError
 from drumroll.runfiles.charts import Plot, plot
 from drumroll.runfiles.checkpoints import CheckpointFolder
-from drumroll.runfiles.format import CHECKPOINTS, CONFIG, LEDGER, METRICS, MODEL, OBJECTS, OUTCOME, ROLLOUTS, SUMMARY, read_format
+from drumroll.runfiles.format import (
+    CHECKPOINTS,
+    CONFIG,
+    HINTS,
+    LEDGER,
+    METRICS,
+    MODEL,
+    OBJECTS,
+    OUTCOME,
+    ROLLOUTS,
+    SUMMARY,
+    read_format,
+)
 from drumroll.runfiles.frames import Frame, SampleRow
 from drumroll.runfiles.ledger_queries import LedgerReader
 from drumroll.runfiles.rollouts import RolloutFile, read_failures, read_outcomes, read_samples, rollout_files, rollout_path
@@ -62,7 +74,9 @@ class RunReader:
         try:
             values = yaml.safe_load(self.config_text)
         except yaml.YAMLError as error:
-            raise StoreError(f"cannot read {self.path / CONFIG}: it is not valid YAML: {error}") from None
+            raise StoreError(
+                f"cannot read {self.path / CONFIG}: it is not valid YAML: {' '.join(str(error).split())}."
+            ) from None
         if not isinstance(values, dict):
             raise StoreError(f"cannot read {self.path / CONFIG}: a config is a mapping, this is {type(values).__name__}.")
         return values
@@ -107,6 +121,14 @@ class RunReader:
             return json.loads((self.path / OBJECTS).read_text("utf-8"))
         except FileNotFoundError:
             return {}
+
+    @property
+    def hints(self) -> list[dict[str, Any]]:
+        """What the run told its user to look at, each with name, step and text."""
+        try:
+            return json.loads((self.path / HINTS).read_text("utf-8"))
+        except (FileNotFoundError, ValueError):
+            return []
 
     @property
     def model_path(self) -> Path:

@@ -70,7 +70,7 @@ class Agents:
         if sampling is None:
             own = self.rollout.of(sample.prompt.domain)
             temperature = 0.0 if sample.index == GREEDY else own.temperature
-            sampling = Sampling(temperature, own.max_tokens, tuple(own.stop), max_thinking=own.max_thinking_tokens)
+            sampling = Sampling(temperature, own.length_limit, tuple(own.stop), max_thinking=own.max_thinking_tokens)
         return AgentEpisode(self, sample, seed, stream, sampling)
 
     def report_late(self, sample: Sample, failure: Failure) -> None:

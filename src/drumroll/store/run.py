@@ -24,6 +24,7 @@ from drumroll.runfiles.format import (
     CHECKPOINTS,
     CONFIG,
     FORMAT_FILE,
+    HINTS,
     LEDGER,
     METRICS,
     OBJECTS,
@@ -44,7 +45,7 @@ BEFORE_CONFIG = {LOCK, FORMAT_FILE, f".{FORMAT_FILE}.tmp", f".{CONFIG}.tmp"}
 """Files of a run directory whose creation was interrupted."""
 BEFORE_A_STEP = {
     *(*BEFORE_CONFIG, CONFIG, OBJECTS, METRICS, ROLLOUTS, CHECKPOINTS, LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm"),
-    *("judge.jsonl", "tensorboard", "wandb", REPORT, OUTCOME),
+    *("judge.jsonl", "tensorboard", "wandb", REPORT, OUTCOME, HINTS, f".{HINTS}.tmp"),
 }
 """Files of a run that ended before its first step."""
 
@@ -106,12 +107,15 @@ class Run(RunReader):
 
     @classmethod
     def reopen(cls, path: Path, config: RunConfig, given: Mapping[str, Any] | None = None) -> Run:
-        """Open a run directory to continue it, and keep the config: overrides given on resuming hold from then on."""
-        write_text(path / CONFIG, dump(config))
-        if given:
-            described = {name: describe(value) for name, value in given.items()}
-            write_text(path / OBJECTS, json.dumps(described, indent=2) + "\n")
+        """Open a run directory to continue it under a config, perhaps with overrides."""
         return cls(path, config, given)
+
+    def write_config(self) -> None:
+        """Keep the config: overrides given on resuming hold from then on."""
+        write_text(self.path / CONFIG, dump(self.config))
+        if self.given:
+            described = {name: describe(value) for name, value in self.given.items()}
+            write_text(self.path / OBJECTS, json.dumps(described, indent=2) + "\n")
 
     @property
     @override

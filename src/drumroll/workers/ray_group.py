@@ -255,7 +255,11 @@ def _connect(address: str | None, pool: Pool | None, namespace: str) -> None:
                 socket.create_connection((found[1], int(found[2])), 5).close()
             ray.init(address, **quiet)
         except (OSError, ValueError, RuntimeError) as error:
-            raise ClusterError(f"There is no Ray cluster at '{address}': {error}") from error
+            reason = f"{error}".rstrip(".")
+            raise ClusterError(
+                f"There is no Ray cluster at '{address}': {reason}. Start one there with `ray start --head`, or leave cluster.address and "
+                "RAY_ADDRESS out: then one is started on this machine."
+            ) from error
         return
     os.environ.setdefault(NICENESS, "0")
     cpus = max(sum(d.threads for d in pool.devices) if pool else 0, os.cpu_count() or 1)

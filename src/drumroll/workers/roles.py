@@ -71,6 +71,7 @@ def make_engine(config: RunConfig, load_model: Callable[[], LoadedModel] | None 
         lora=actor.lora,
         context=context_length(config),
         deterministic=config.deterministic,
+        neighbours=config.cluster.devices or 1 if config.cluster.runtime == "ray" else config.roles.rollout.workers,
     )
     return find_backend(setup.role.backend).make(setup)
 

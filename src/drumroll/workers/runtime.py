@@ -14,13 +14,15 @@ import torch
 from drumroll.algorithms import Algorithm
 from drumroll.config import RunConfig
 from drumroll.config.learners import learner_traits
-from drumroll.config.roles import LearnerRole
+from drumroll.config.roles import BUILT_IN_MODELS, LearnerRole
 from drumroll.engines import Engine
 from drumroll.engines.router import Router
 from drumroll.errors import ConfigError
 from drumroll.learners import Learner
 from drumroll.learners.backend import BACKENDS
 from drumroll.learners.backends import find_backend
+from drumroll.models.loading import fetch_config
+from drumroll.models.shape import find_context
 from drumroll.processes.threads import CORES
 from drumroll.registry import search
 from drumroll.rewards import Pool
@@ -129,6 +131,19 @@ def open_algorithm(config: RunConfig) -> Algorithm:
 def needs_of(config: RunConfig) -> dict[str, str]:
     """The passes and samples that the algorithm and the pipeline need besides the update, each with the reason."""
     return open_algorithm(config).needs | config.needs()
+
+
+def with_lengths(config: RunConfig, *, fetch: bool = False) -> RunConfig:
+    """Fill in the lengths that depend on the model's context; a model whose config is not at hand is taken for a long one.
+
+    `fetch` brings the config from the hub if need be.
+    """
+    if config.rollout_section().max_tokens is not None:
+        return config
+    model = config.role_model("actor")
+    if fetch and model not in BUILT_IN_MODELS:
+        fetch_config(model)
+    return config.with_lengths(find_context(model))
 
 
 def context_length(config: RunConfig) -> int:
