@@ -96,7 +96,9 @@ class Run(RunReader):
                 elif old.name != LOCK:
                     old.unlink()
         write_format(path)
-        return cls.reopen(path, config, given)
+        run = cls(path, config, given)
+        run.write_config()
+        return run
 
     @override
     @classmethod
