@@ -317,14 +317,20 @@ def rollout(target: str, overrides: tuple[str, ...], human: bool, seed: int, bat
 @click.option(
     "--record", type=click.Path(path_type=Path, dir_okay=False), help="Append every call to this file, with its tokens."
 )
-def serve(target: str, overrides: tuple[str, ...], host: str, port: int, token: str | None, record: Path | None) -> None:
+@click.option(
+    "--log",
+    "requests",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Append a line for every request to this file: path, status, tokens, seconds.",
+)
+def serve(target: str, overrides: tuple[str, ...], **where: Any) -> None:
     """Open an OpenAI-compatible endpoint for a model, with OVERRIDES of its config, until Ctrl-C."""
     import asyncio
 
     from drumroll.serving import config_of
     from drumroll.serving import serve as start
 
-    asyncio.run(start(config_of(target, overrides), click.echo, host=host, port=port, token=token, record=record))
+    asyncio.run(start(config_of(target, overrides), click.echo, **where))
 
 
 @check.command("machine")

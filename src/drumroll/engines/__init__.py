@@ -38,6 +38,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to list at each position, with their log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,16 @@ class Request:
 
 @dataclass(slots=True)
 class Completion:
-    """The tokens that the model wrote, each with its log-prob and the version of the weights that sampled it."""
+    """The tokens that the model wrote, each with its log-prob and the version of the weights that sampled it.
+
+    `top` lists the likeliest tokens at each position, the likeliest first, if the request asked for them.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)
     stop: StopReason = StopReason.LENGTH
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 class Engine(Protocol):
