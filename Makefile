@@ -48,20 +48,20 @@ smollm2: $(VENV)/installed-dev ## bring SmolLM2-135M-Instruct into the cache as 
 	$(BIN)/python -m drumroll.models.smollm2
 
 tiny tiny-even: $(VENV)/installed
-	$(BIN)/drumroll train recipes/tiny-weak/recipe.yaml name=$@-weak model=$@-random --overwrite
+	$(BIN)/drumroll train recipes/tiny-weak/recipe.yaml name=$@-weak model=$@-random seed=$(SEED) --overwrite
 	$(BIN)/python -m drumroll.models.tiny $@ runs/$@-weak/model
 
 tiny: ## make the built-in tiny model anew
 tiny-even: ## make the built-in model with an even number of heads anew
 
 multi-domain: $(VENV)/installed-dev system ## five domains at once: make the start model and the judge, then train
-	$(BIN)/drumroll train recipes/multi-domain/judge.yaml --overwrite
-	$(BIN)/drumroll train recipes/multi-domain/warm-start.yaml --overwrite
-	$(BIN)/drumroll train recipes/multi-domain/recipe.yaml --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/judge.yaml seed=$(SEED) --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/warm-start.yaml seed=$(SEED) --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/recipe.yaml seed=$(SEED) --overwrite
 
 frozen-lake sokoban webshop: $(VENV)/installed-dev
-	$(BIN)/drumroll train recipes/$@/warm-start.yaml --overwrite
-	$(BIN)/drumroll train recipes/$@/recipe.yaml --overwrite
+	$(BIN)/drumroll train recipes/$@/warm-start.yaml seed=$(SEED) --overwrite
+	$(BIN)/drumroll train recipes/$@/recipe.yaml seed=$(SEED) --overwrite
 
 frozen-lake: ## a tiny model learns to cross frozen lakes: make the start model, then train
 sokoban: ## a tiny model learns to push boxes: make the start model, then train
@@ -69,16 +69,16 @@ webshop: ## a tiny model learns to shop on a web site: make the start model, the
 
 long-context: $(VENV)/installed-dev ## a tiny model learns look-ups in texts of 8,000 tokens, divided over two ranks
 	$(BIN)/python recipes/long-context/lookups.py runs/long-context-random
-	$(BIN)/drumroll train recipes/long-context/warm-start.yaml --overwrite
-	$(BIN)/drumroll train recipes/long-context/recipe.yaml --overwrite
+	$(BIN)/drumroll train recipes/long-context/warm-start.yaml seed=$(SEED) --overwrite
+	$(BIN)/drumroll train recipes/long-context/recipe.yaml seed=$(SEED) --overwrite
 
 multi-domain-smollm2: smollm2 system ## five domains at once for SmolLM2: teach its judge, then train
-	$(BIN)/drumroll train recipes/multi-domain/judge-smollm2.yaml --overwrite
-	$(BIN)/drumroll train recipes/multi-domain/smollm2.yaml --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/judge-smollm2.yaml seed=$(SEED) --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/smollm2.yaml seed=$(SEED) --overwrite
 
 frozen-lake-smollm2 sokoban-smollm2 webshop-smollm2: smollm2
-	$(BIN)/drumroll train recipes/$(@:-smollm2=)/warm-start-smollm2.yaml --overwrite
-	$(BIN)/drumroll train recipes/$(@:-smollm2=)/smollm2.yaml --overwrite
+	$(BIN)/drumroll train recipes/$(@:-smollm2=)/warm-start-smollm2.yaml seed=$(SEED) --overwrite
+	$(BIN)/drumroll train recipes/$(@:-smollm2=)/smollm2.yaml seed=$(SEED) --overwrite
 
 frozen-lake-smollm2: ## the same as frozen-lake for SmolLM2
 sokoban-smollm2: ## the same as sokoban for SmolLM2

@@ -106,6 +106,16 @@ def _show_dry_run(config: RunConfig, *, files: bool) -> None:
         click.echo(f"# {line}")
 
 
+@cli.command()
+@click.argument("name")
+def init(name: str) -> None:
+    """Write a new folder NAME with rows, a reward, a recipe that trains at once, and a test of the reward."""
+    from drumroll.starter import write_project
+
+    for line in write_project(Path(name)):
+        click.echo(line)
+
+
 @cli.command("eval")
 @click.argument("model")
 @click.argument("recipe", required=False)

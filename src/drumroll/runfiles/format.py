@@ -19,6 +19,7 @@ FORMAT = 1
 """The version of the format that this library writes, and the newest that it reads."""
 FORMAT_FILE = "format.json"
 CONFIG, METRICS, SUMMARY, LEDGER, REPORT = "config.yaml", "metrics.jsonl", "summary.json", "ledger.sqlite", "report.html"
+TRACKERS = "trackers.json"
 ROLLOUTS, CHECKPOINTS, MODEL, RESCORED = "rollouts", "checkpoints", "model", "rescored"
 
 
