@@ -1,8 +1,9 @@
-# Two commands from a bare machine: `make quickstart` and `make test`. `make help` lists the rest.
+# Two commands from a bare machine: `make quickstart` and `make test`. `make help` lists the rest; recipes take SEED=7.
 VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 SEED   ?= 0
+PEERS  := trl ifeval gem openenv inspect lm-eval trackio
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help quickstart test test-busy test-slow test-peers record-peers soak check format smollm2 tiny tiny-even multi-domain \
@@ -91,7 +92,7 @@ vllm: $(VENV)/installed-vllm ## install vLLM's CPU build (on GPUs: pip install v
 
 bench-env: peers .bench/vllm/installed ## install the peers that tests and benchmarks compare with, each in its own environment
 
-peers: $(VENV)/installed-dev .bench/trl/installed .bench/ifeval/installed .bench/gem/installed .bench/openenv/installed
+peers: $(VENV)/installed-dev $(PEERS:%=.bench/%/installed)
 
 .bench/trl/installed: benchmarks/peers/trl.txt
 	$(PYTHON) -m venv .bench/trl
@@ -109,15 +110,15 @@ peers: $(VENV)/installed-dev .bench/trl/installed .bench/ifeval/installed .bench
 	.bench/ifeval/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers/ifeval.txt
 	@touch $@
 
-.bench/gem/installed: benchmarks/peers/gem.txt $(VENV)/installed-dev
-	$(PYTHON) -m venv .bench/gem
-	.bench/gem/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers/gem.txt
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(.bench/gem/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/ours.pth"
+.bench/gem/installed .bench/lm-eval/installed .bench/trackio/installed: .bench/%/installed: benchmarks/peers/%.txt $(VENV)/installed-dev
+	$(PYTHON) -m venv .bench/$*
+	.bench/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(.bench/$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/ours.pth"
 	@touch $@
 
-.bench/openenv/installed: benchmarks/peers/openenv.txt
-	$(PYTHON) -m venv .bench/openenv
-	.bench/openenv/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers/openenv.txt
+.bench/openenv/installed .bench/inspect/installed: .bench/%/installed: benchmarks/peers/%.txt
+	$(PYTHON) -m venv .bench/$*
+	.bench/$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
 system: ## system packages of the tests (Debian: a C compiler, chromium, bubblewrap, iproute2), where they are missing

@@ -5,6 +5,7 @@ import json
 import struct
 import sys
 
+import peers
 import pytest
 
 import drumroll
@@ -69,6 +70,37 @@ def _events(run):
     texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples/eval/text_summary")]
     assert all(text.startswith("| id | domain | prompt |") and text.count("\n") == 4 for text in texts)
     assert "name: small" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+
+
+TRACKIO = """
+import json, sys
+import drumroll
+from trackio.sqlite_storage import SQLiteStorage
+
+recipe = json.loads(sys.argv[1])
+run = drumroll.train(recipe)
+(run.path / "checkpoints" / "step-000002" / "state.json").unlink()
+run = drumroll.train(resume=run.path, overrides=["steps=3"])
+[name] = SQLiteStorage.get_runs("p")
+logs = SQLiteStorage.get_logs("p", name)
+config = SQLiteStorage.get_run_config("p", name)
+print(json.dumps([name, logs, config], default=str))
+"""
+
+
+@pytest.mark.peers
+def test_trackio_itself(small, tmp_path):
+    """In its own environment: the run and its resumption are one run there."""
+    tracker = {"kind": "trackio", "project": "p", "group": "g", "tags": ["t"], "name": "n", "samples": 3}
+    recipe = small(steps=2, trackers=[tracker], checkpoint={"every": 1})
+    home = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HOME": str(tmp_path / "hub"), "PYTHONPATH": str(peers.ROOT / "src")}
+    out = peers.run([peers.python("trackio"), "-c", TRACKIO, json.dumps(recipe)], **home)
+    name, logs, config = json.loads(out.splitlines()[-1])
+    own = json.loads((tmp_path / "runs" / "small" / "trackers.json").read_text())
+    assert own == {"trackio:p": name.removeprefix("n-")}
+    assert sorted({line["step"] for line in logs if "reward/sums" in line}) == [1, 2, 3]
+    assert sorted({line["step"] for line in logs if "samples/eval" in line}) == [0, 2, 3]
+    assert (config["_Group"], config["tags"], config["steps"]) == ("g", ["t"], 3)
 
 
 def test_keys_that_a_tracker_lacks_are_refused(small):
