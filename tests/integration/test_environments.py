@@ -133,6 +133,9 @@ def test_check_names_the_limit_that_cuts_episodes_off(played, drumroll, tmp_path
     code, out, _ = drumroll("check", str(path))
     assert code == 1, out  # cut off, no episode earns anything: no group would give a gradient
     assert f"tokens cut the episode off; raise {setting}, or" in " ".join(out.split())
+    code, out, err = drumroll("train", str(path), "steps=2")
+    assert code == 0, err
+    assert " ".join(out.split()).count(f"tokens cut the episode off; raise {setting}, or") == 1  # once in a run
 
 
 def test_other_rewards_may_be_added(played, mine, drumroll):

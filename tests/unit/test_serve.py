@@ -194,27 +194,18 @@ def test_tool_calls_are_read_from_the_text():
         assert tools.split(odd) == (odd, [])
 
 
-pieces = st.sampled_from(
-    [
-        "a",
-        "b",
-        " ",
-        "\n",
-        "<",
-        "<tool",
-        "<tool_call>",
-        "</tool_call>",
-        "<think>",
-        "</think>",
-        '{"name": "f"',
-        ', "arguments": {}}',
-        "[",
-        "]",
-    ]
+BARE = '{"name": "f", "arguments": {}}'
+pieces = st.sampled_from(["a", " ", "\n", "<", "<tool", "<tool_call>", BARE, "</tool_call>", "<think>", "</think>", "[", "]"])
+texts = st.tuples(
+    st.sampled_from(["", " ", "<think>a</think>"]), st.sampled_from(["", BARE, f"[{BARE}]"]), st.lists(pieces, max_size=6)
 )
 
 
-@given(st.lists(pieces, max_size=8).map("".join), st.lists(st.text("ab<", min_size=1, max_size=3), max_size=2), st.booleans())
+@given(
+    texts.map(lambda parts: parts[0] + parts[1] + "".join(parts[2])),
+    st.lists(st.text("ab<", min_size=1, max_size=3), max_size=2),
+    st.booleans(),
+)
 def test_what_is_shown_of_an_unfinished_text_stays(text, stops, use_tools):
     """Also of calls in tags, of bare calls, and of calls within thoughts."""
     whole_text = tools.cut(text, stops)
