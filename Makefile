@@ -1,8 +1,9 @@
-# Two commands from a bare machine: `make quickstart` and `make test`. `make help` lists the rest.
+# Two commands from a bare machine: `make quickstart` and `make test`. `make help` lists the rest; recipes take SEED=7.
 VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 SEED   ?= 0
+PEERS  := trl ifeval gem openenv inspect lm-eval trackio
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help quickstart test test-busy test-slow test-peers record-peers soak check format smollm2 tiny tiny-even tiny-moe multi-domain \
@@ -48,7 +49,7 @@ smollm2: $(VENV)/installed-dev ## bring SmolLM2-135M-Instruct into the cache as 
 	$(BIN)/python -m drumroll.models.smollm2
 
 tiny tiny-even tiny-moe: $(VENV)/installed
-	$(BIN)/drumroll train recipes/tiny-weak/recipe.yaml name=$@-weak model=$@-random --overwrite
+	$(BIN)/drumroll train recipes/tiny-weak/recipe.yaml name=$@-weak model=$@-random seed=$(SEED) --overwrite
 	$(BIN)/python -m drumroll.models.tiny $@ runs/$@-weak/model
 
 tiny: ## make the built-in tiny model anew
@@ -56,13 +57,13 @@ tiny-even: ## make the built-in model with an even number of heads anew
 tiny-moe: ## make the built-in mixture of experts anew
 
 multi-domain: $(VENV)/installed-dev system ## five domains at once: make the start model and the judge, then train
-	$(BIN)/drumroll train recipes/multi-domain/judge.yaml --overwrite
-	$(BIN)/drumroll train recipes/multi-domain/warm-start.yaml --overwrite
-	$(BIN)/drumroll train recipes/multi-domain/recipe.yaml --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/judge.yaml seed=$(SEED) --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/warm-start.yaml seed=$(SEED) --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/recipe.yaml seed=$(SEED) --overwrite
 
 frozen-lake sokoban webshop: $(VENV)/installed-dev
-	$(BIN)/drumroll train recipes/$@/warm-start.yaml --overwrite
-	$(BIN)/drumroll train recipes/$@/recipe.yaml --overwrite
+	$(BIN)/drumroll train recipes/$@/warm-start.yaml seed=$(SEED) --overwrite
+	$(BIN)/drumroll train recipes/$@/recipe.yaml seed=$(SEED) --overwrite
 
 frozen-lake: ## a tiny model learns to cross frozen lakes: make the start model, then train
 sokoban: ## a tiny model learns to push boxes: make the start model, then train
@@ -70,16 +71,16 @@ webshop: ## a tiny model learns to shop on a web site: make the start model, the
 
 long-context: $(VENV)/installed-dev ## a tiny model learns look-ups in texts of 8,000 tokens, divided over two ranks
 	$(BIN)/python recipes/long-context/lookups.py runs/long-context-random
-	$(BIN)/drumroll train recipes/long-context/warm-start.yaml --overwrite
-	$(BIN)/drumroll train recipes/long-context/recipe.yaml --overwrite
+	$(BIN)/drumroll train recipes/long-context/warm-start.yaml seed=$(SEED) --overwrite
+	$(BIN)/drumroll train recipes/long-context/recipe.yaml seed=$(SEED) --overwrite
 
 multi-domain-smollm2: smollm2 system ## five domains at once for SmolLM2: teach its judge, then train
-	$(BIN)/drumroll train recipes/multi-domain/judge-smollm2.yaml --overwrite
-	$(BIN)/drumroll train recipes/multi-domain/smollm2.yaml --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/judge-smollm2.yaml seed=$(SEED) --overwrite
+	$(BIN)/drumroll train recipes/multi-domain/smollm2.yaml seed=$(SEED) --overwrite
 
 frozen-lake-smollm2 sokoban-smollm2 webshop-smollm2: smollm2
-	$(BIN)/drumroll train recipes/$(@:-smollm2=)/warm-start-smollm2.yaml --overwrite
-	$(BIN)/drumroll train recipes/$(@:-smollm2=)/smollm2.yaml --overwrite
+	$(BIN)/drumroll train recipes/$(@:-smollm2=)/warm-start-smollm2.yaml seed=$(SEED) --overwrite
+	$(BIN)/drumroll train recipes/$(@:-smollm2=)/smollm2.yaml seed=$(SEED) --overwrite
 
 frozen-lake-smollm2: ## the same as frozen-lake for SmolLM2
 sokoban-smollm2: ## the same as sokoban for SmolLM2
@@ -92,7 +93,7 @@ vllm: $(VENV)/installed-vllm ## install vLLM's CPU build (on GPUs: pip install v
 
 bench-env: peers .bench/vllm/installed ## install the peers that tests and benchmarks compare with, each in its own environment
 
-peers: $(VENV)/installed-dev .bench/trl/installed .bench/ifeval/installed .bench/gem/installed .bench/openenv/installed
+peers: $(VENV)/installed-dev $(PEERS:%=.bench/%/installed)
 
 .bench/trl/installed: benchmarks/peers/trl.txt
 	$(PYTHON) -m venv .bench/trl
@@ -110,15 +111,15 @@ peers: $(VENV)/installed-dev .bench/trl/installed .bench/ifeval/installed .bench
 	.bench/ifeval/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers/ifeval.txt
 	@touch $@
 
-.bench/gem/installed: benchmarks/peers/gem.txt $(VENV)/installed-dev
-	$(PYTHON) -m venv .bench/gem
-	.bench/gem/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers/gem.txt
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(.bench/gem/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/ours.pth"
+.bench/gem/installed .bench/lm-eval/installed .bench/trackio/installed: .bench/%/installed: benchmarks/peers/%.txt $(VENV)/installed-dev
+	$(PYTHON) -m venv .bench/$*
+	.bench/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(.bench/$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/ours.pth"
 	@touch $@
 
-.bench/openenv/installed: benchmarks/peers/openenv.txt
-	$(PYTHON) -m venv .bench/openenv
-	.bench/openenv/bin/python -m pip install --quiet --disable-pip-version-check --requirement benchmarks/peers/openenv.txt
+.bench/openenv/installed .bench/inspect/installed: .bench/%/installed: benchmarks/peers/%.txt
+	$(PYTHON) -m venv .bench/$*
+	.bench/$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
 system: ## system packages of the tests (Debian: a C compiler, chromium, bubblewrap, iproute2), where they are missing

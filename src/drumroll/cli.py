@@ -111,6 +111,16 @@ def _show_dry_run(config: RunConfig, *, files: bool) -> None:
         click.echo(f"# {line}")
 
 
+@cli.command()
+@click.argument("name")
+def init(name: str) -> None:
+    """Write a new folder NAME with rows, a reward, a recipe that trains at once, and a test of the reward."""
+    from drumroll.starter import write_project
+
+    for line in write_project(Path(name)):
+        click.echo(line)
+
+
 @cli.command("eval")
 @click.argument("model")
 @click.argument("recipe", required=False, type=click.Path())
@@ -331,14 +341,20 @@ def rollout(target: str, overrides: tuple[str, ...], human: bool, seed: int, bat
 @click.option(
     "--record", type=click.Path(path_type=Path, dir_okay=False), help="Append every call to this file, with its tokens."
 )
-def serve(target: str, overrides: tuple[str, ...], host: str, port: int, token: str | None, record: Path | None) -> None:
+@click.option(
+    "--log",
+    "requests",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Append a line for every request to this file: path, status, tokens, seconds.",
+)
+def serve(target: str, overrides: tuple[str, ...], **where: Any) -> None:
     """Open an OpenAI-compatible endpoint for a model, with OVERRIDES of its config, until Ctrl-C."""
     import asyncio
 
     from drumroll.serving import config_of
     from drumroll.serving import serve as start
 
-    asyncio.run(start(config_of(target, overrides), click.echo, host=host, port=port, token=token, record=record))
+    asyncio.run(start(config_of(target, overrides), click.echo, **where))
 
 
 @check.command("machine")

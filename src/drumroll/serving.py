@@ -19,7 +19,7 @@ from drumroll.errors import StoreError
 from drumroll.runfiles.calls import CallLog
 from drumroll.runfiles.format import CONFIG
 from drumroll.runfiles.reader import RunReader
-from drumroll.sample import Message, sample_seed
+from drumroll.sample import sample_seed
 from drumroll.serve.caller import Caller, Served
 from drumroll.serve.endpoint import Endpoint
 from drumroll.serve.traces import Call
@@ -93,17 +93,26 @@ def _seed(number: int, index: int, asked: int | None) -> int:
 
 @asynccontextmanager
 async def serving(
-    config: RunConfig, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None, record: Path | None = None
+    config: RunConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    record: Path | None = None,
+    requests: Path | None = None,
 ) -> AsyncGenerator[Endpoint]:
-    """Open the endpoint of a config's model for the duration of the block."""
+    """Open the endpoint of a config's model for the duration of the block.
+
+    `record` is a file for every call with its tokens, `requests` one for every request with its status and time.
+    """
     workers = await open_workers(config)
     try:
         renderer = Renderer(workers.tokenizer).given(config.data.template, "data.template")
         served = Served(config.name, renderer, decoder(workers), context_length(config))
         if record is not None:
             log = CallLog(record)
-            served.recorded = lambda caller, call, messages: log.add(line_of(caller.name, call, messages))
-        endpoint = Endpoint(served, Callers(served, workers.router).find, token)
+            served.recorded = lambda caller, call, said: log.add(line_of(caller.name, call, said))
+        endpoint = Endpoint(served, Callers(served, workers.router).find, token, CallLog(requests).add if requests else None)
         await endpoint.open(host, port)
         try:
             yield endpoint
@@ -113,14 +122,14 @@ async def serving(
         await workers.close()
 
 
-def line_of(sample: str, call: Call, messages: list[Message]) -> dict[str, Any]:
-    """Return a call as plain data: its sample, the call that it continues, its messages and its tokens."""
+def line_of(sample: str, call: Call, said: dict[str, Any]) -> dict[str, Any]:
+    """Return a call as plain data: its sample, the call that it continues, what was said and its tokens."""
     written = call.written
     return {
         "sample": sample,
         "call": call.number,
         "parent": None if call.parent is None else call.parent.number,
-        "messages": messages,
+        **said,
         "seen": call.seen(),
         "written": written.tokens,
         "logprobs": written.logprobs,

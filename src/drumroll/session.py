@@ -166,6 +166,7 @@ class Session:
         score: float | None = None
         if last or (config.eval.every and self.step % config.eval.every == 0):
             score = await self._evaluate_step(metrics)
+            self.trackers.show(self.step, "train", samples)
         metrics |= self._take_times()
         if not config.deterministic:  # how much was asked beyond the batch depends on timing
             metrics |= self.workers.metrics()
@@ -246,6 +247,7 @@ class Session:
         self.run.write_rollouts("eval", self.step, samples)
         self.callbacks.samples(self.step, "eval", samples)
         self.callbacks.eval(self.step, metrics)
+        self.trackers.show(self.step, "eval", samples)
         self._complain(samples)
         return metrics
 

@@ -3,6 +3,7 @@
 import asyncio
 import html
 import json
+import re
 
 import pytest
 import yaml
@@ -131,7 +132,10 @@ def test_check_names_the_limit_that_cuts_episodes_off(played, drumroll, tmp_path
     path.write_text(json.dumps(played("toy_environments:Corridor", environment={"max_turns": 9, **how})))
     code, out, _ = drumroll("check", str(path))
     assert code == 1, out  # cut off, no episode earns anything: no group would give a gradient
-    assert f"of completions are cut off: raise {setting}." in " ".join(out.split())
+    assert f"tokens cut the episode off; raise {setting}, or" in " ".join(out.split())
+    code, out, err = drumroll("train", str(path), "steps=2")
+    assert code == 0, err
+    assert " ".join(out.split()).count(f"tokens cut the episode off; raise {setting}, or") == 1  # once in a run
 
 
 def test_other_rewards_may_be_added(played, mine, drumroll):
@@ -208,6 +212,7 @@ def test_check_of_a_recipe_with_episodes(played, drumroll, tmp_path):
     code, out, err = drumroll("check", str(path))
     assert code == 0, err
     assert "quiz" in out
+    assert "cut the episode off" not in out
     path.write_text(yaml.safe_dump(played("toy_environments:Bad", environment={"args": {"how": "raise"}})))
     code, out, _ = drumroll("check", str(path))
     assert code == 1
@@ -229,6 +234,9 @@ def test_check_environment(drumroll):
     assert code == 2
     assert "fails: same seed, same episode" in err
     assert "random or numpy.random was used" in out
+    code, out, err = drumroll("check", "toy_environments:Moody")
+    assert "fails: same seed, same episode" in err
+    assert re.search(r"turn 1 differs: .+, after the actions '[lr]'", " ".join(re.split(r"[\s│]+", out)))
     for how, name in (("raise", "answers"), ("type", "answers"), ("crash", "stays alive")):
         code, _, err = drumroll("check", "toy_environments:Bad", f"how={how}")
         assert code == 2

@@ -7,132 +7,17 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import asynccontextmanager
 
 import httpx
 import openai
 import pytest
-from test_data import TEMPLATE
+from served import TOOLS, House, opened, play, say, user
 
 from drumroll.data.render import Renderer
 from drumroll.engines import Completion, Sampling
-from drumroll.engines.native import NativeEngine
-from drumroll.engines.router import Router
-from drumroll.models import loading
 from drumroll.sample import Owner
-from drumroll.serve.caller import Caller, Served
-from drumroll.serve.endpoint import Endpoint
+from drumroll.serve.caller import Caller
 from drumroll.serve.writing import EngineClient
-from drumroll.serving import Callers
-
-CHAT = TEMPLATE.replace("</>", "<eos>")
-TOOLS = "{% if tools %}[{{ tools[0].function.name }}]{% endif %}" + CHAT
-
-
-class Spied:
-    """The engine, and all that it was asked and answered."""
-
-    def __init__(self, engine):
-        self.engine = engine
-        self.seen = {}
-        self.aborted = []
-        self.answers = asyncio.Event()
-        self.answers.set()
-
-    async def generate(self, request):
-        try:
-            done = await self.engine.generate(request)
-            await self.answers.wait()
-        except asyncio.CancelledError:
-            self.aborted.append(request.id)
-            raise
-        self.seen[request.id] = (list(request.tokens), list(done.tokens), list(done.logprobs))
-        return done
-
-
-class House:
-    """A model, its engine, and the endpoint before it."""
-
-    def __init__(self, model="tiny-random", template=CHAT, context=256, generate=None):
-        self.model = loading.load(model)
-        self.model.tokenizer.chat_template = template
-        self.context = context
-        self.generate = generate
-
-    async def open(self):
-        self.engine = NativeEngine(self.model, slots=8, context=self.context)
-        self.spy, self.router = Spied(self.engine), Router()
-        self.router.join("engine", self.generate or self.spy.generate, 8)
-        tokenizer = self.model.tokenizer
-        decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
-        served = Served("m", Renderer(tokenizer), decode, self.context)
-        self.callers = Callers(served, self.router)
-        self.endpoint = Endpoint(served, self.callers.find)
-        await self.endpoint.open()
-
-    async def close(self):
-        await self.endpoint.close()
-        await asyncio.to_thread(self.engine.close)
-
-    def client(self, sample="s", **options):
-        options = {"api_key": self.endpoint.token, "max_retries": 0, **options}
-        return openai.AsyncOpenAI(base_url=f"{self.endpoint.url}/s/{sample}/v1", **options)
-
-    def calls(self, sample="s"):
-        return self.callers.find(sample).calls
-
-    def text(self, tokens):
-        return self.model.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def check_record(self, sample="s"):
-        """What is on record is what the engine saw and wrote, call by call and token by token."""
-        calls = self.calls(sample)
-        seen = {name: got for name, got in self.spy.seen.items() if name.startswith(f"{sample}/")}
-        assert sorted((c.seen(), c.written.tokens, c.written.logprobs) for c in calls.all) == sorted(
-            map(tuple_of, joined(seen))
-        )
-        traces, turns = calls.traces()
-        for call, turn in zip(calls.all, turns, strict=True):
-            assert traces[turn.trace].tokens[: turn.end] == [*call.seen(), *call.written.tokens]
-        return traces
-
-
-def tuple_of(row):
-    return tuple(row)
-
-
-def joined(seen):
-    """Slices of one completion put together: {name}#{try}.{position}."""
-    whole = {}
-    for name, (tokens, written, logprobs) in sorted(seen.items(), key=lambda item: int(item[0].rpartition(".")[2])):
-        row = whole.setdefault(name.partition("#")[0], [tokens, [], []])
-        assert tokens == [*row[0], *row[1]]
-        row[1] += written
-        row[2] += logprobs
-    return list(whole.values())
-
-
-@asynccontextmanager
-async def opened(**options):
-    house = House(**options)
-    await house.open()
-    try:
-        yield house
-    finally:
-        await house.close()
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-async def say(client, messages, **options):
-    options = {"max_tokens": 12, **options}
-    return await client.chat.completions.create(model="any", messages=messages, **options)
-
-
-def play(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 def test_a_plain_call_says_what_the_engine_wrote():
@@ -217,8 +102,9 @@ def test_refusals_are_the_protocols_own():
             with pytest.raises(openai.BadRequestError, match="the most is 256; shorten them") as refused:
                 await say(client, [user("x" * 300)])
             assert refused.value.code == "context_length_exceeded"
-            with pytest.raises(openai.BadRequestError, match="does not show tools"):
-                await say(client, [user("hi")], tools=[{"type": "function", "function": {"name": "f"}}])
+            with pytest.raises(openai.APIStatusError, match=r"larger than 33554432 bytes \(32 MiB\)") as refused:
+                await say(client, [user("x" * (33 * 2**20))])
+            assert (refused.value.status_code, refused.value.code) == (413, "request_too_large")
             with pytest.raises(openai.BadRequestError, match="Input should be 'text'"):
                 await say(client, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
             with pytest.raises(openai.NotFoundError):
@@ -412,7 +298,8 @@ def test_tools_are_shown_called_and_answered():
 def test_the_command_serves_records_and_ends_with_ctrl_c(tmp_path):
     """What it prints works as it is."""
     record = tmp_path / "calls.jsonl"
-    command = [sys.executable, "-u", "-m", "drumroll", "serve", "tiny", "--record", str(record)]
+    requests = tmp_path / "requests.jsonl"
+    command = [sys.executable, "-u", "-m", "drumroll", "serve", "tiny", "--record", str(record), "--log", str(requests)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as server:
         try:
             said = ""
@@ -428,6 +315,7 @@ def test_the_command_serves_records_and_ends_with_ctrl_c(tmp_path):
             assert server.wait(60) == 0
         finally:
             server.kill()
+    assert json.loads(requests.read_text())["status"] == 200
     (line,) = record.read_text().splitlines()
     call = json.loads(line)
     assert call["sample"] == "my-sample"

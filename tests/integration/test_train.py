@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import io
 import json
 import signal
 import subprocess
@@ -16,8 +15,7 @@ import yaml
 
 import drumroll
 from drumroll.config import RLConfig, load
-from drumroll.errors import ConfigError, DataError, ModelError, TrackerError
-from drumroll.observe import trackers
+from drumroll.errors import ConfigError, DataError, ModelError
 from drumroll.observe.progress import Quiet
 
 ROOT = Path(__file__).parents[2]
@@ -354,16 +352,6 @@ def test_supervised_training_on_chat_and_completion_rows(small, tmp_path):
     assert "train/mismatch" not in run.metrics[1]
 
 
-def test_trackers(small):
-    run = drumroll.train(small(steps=1, trackers=[{"kind": "tensorboard"}, {"kind": "wandb", "mode": "offline"}]))
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run.path / "tensorboard"))
-    events.Reload()
-    assert events.Scalars("reward/sums")[0].value == pytest.approx(run.metrics[1]["reward/sums"])
-    assert list((run.path / "wandb").glob("offline-run-*"))
-
-
 class Hearing(Quiet):
     """Keeps the notices of a run."""
 
@@ -372,48 +360,6 @@ class Hearing(Quiet):
 
     def notice(self, text):
         self.heard.append(text)
-
-
-@pytest.mark.parametrize("required", [False, True])
-def test_a_tracker_without_a_login_is_one_sentence(small, monkeypatch, tmp_path, required):
-    """The real wandb, with no key anywhere: by config the run goes on, or ends before its first step."""
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    recipe, progress = small(steps=1, trackers=[{"kind": "wandb", "required": required}]), Hearing()
-    if required:
-        with pytest.raises(
-            TrackerError, match=r"^the tracker wandb could not be opened: No API key configured.*required: false"
-        ):
-            drumroll.train(recipe, progress=progress)
-        recipe["trackers"] = []
-        assert drumroll.train(recipe).summary["steps"] == 1  # the run that failed does not block its name
-        return
-    assert drumroll.train(recipe, progress=progress).summary["steps"] == 1
-    (told,) = [text for text in progress.heard if "tracker" in text]
-    assert told.startswith("the tracker wandb could not be opened: No API key configured")
-    assert told.endswith("The run goes on without it.")
-
-
-def test_a_tracker_that_fails_later_is_given_up(small, monkeypatch):
-    def open_failing(run, config):
-        def log(step, metrics):
-            if step:
-                raise ConnectionError("the line is cut\nand more")
-
-        def close():
-            raise AssertionError("it was given up")
-
-        return log, close
-
-    monkeypatch.setitem(trackers.OPEN, "wandb", open_failing)
-    progress = Hearing()
-    run = drumroll.train(small(steps=2, trackers=[{"kind": "wandb"}]), progress=progress)
-    assert run.summary["steps"] == 2
-    assert [t for t in progress.heard if "tracker" in t] == [
-        "the tracker wandb failed at step 1: the line is cut. The run goes on without it."
-    ]
 
 
 def test_a_missing_extra_is_named_with_its_install_command(small, monkeypatch):

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -138,12 +139,17 @@ def test_a_thought_ends_at_its_limit_and_the_answer_follows(shipped, endless):
 def test_greedy_equals_the_native_engine(shipped):
     model, engine = shipped
     native = NativeEngine(model, slots=SLOTS, context=CONTEXT)
-    wanted = requests(20, temperature=0.0)
+    plain = requests(20, temperature=0.0)
+    wanted = [replace(r, sampling=replace(r.sampling, top_logprobs=i % 4)) for i, r in enumerate(plain)]
     ours, theirs = run(engine, wanted), run(native, wanted)
     native.close()
     assert [c.tokens for c in ours] == [c.tokens for c in theirs]
     assert [c.stop for c in ours] == [c.stop for c in theirs]
     assert any(c.stop is StopReason.EOS and c.tokens[-1] in model.eos for c in ours)
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert [len(top) for top in a.top] == [len(top) for top in b.top] == [i % 4] * len(a.tokens) * bool(i % 4)
+        listed = ([value for top in each.top for _, value in top] for each in (a, b))
+        assert next(listed) == pytest.approx(next(listed), abs=EXACT)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])

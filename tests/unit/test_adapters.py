@@ -105,7 +105,9 @@ def test_gymnasium_is_seeded(name):
 def test_gymnasium_passes_the_check():
     assert "a whole number from 0 to 1" in make("gymnasium:CartPole-v1").reset(0)
     assert "go on differently" in passes("gymnasium:FrozenLake-v1")["seeds matter"]
-    passes("gymnasium:Blackjack-v1")
+    notes = passes("gymnasium:Blackjack-v1")
+    assert notes["random_action"].startswith("no success reported, mean reward")
+    assert "it has no chance: 5 other seeds" in passes("gymnasium:CliffWalking-v1")["seeds matter"]
 
 
 REGISTERS = """

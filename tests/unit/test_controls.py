@@ -18,7 +18,8 @@ from drumroll.models import tiny
 from drumroll.rewards.judge_client import by_engine
 from drumroll.rewards.model import RewardModel
 from drumroll.sample import StopReason
-from drumroll.serve.chat import following, whole
+from drumroll.serve.chat import marks, place
+from drumroll.serve.traces import Calls
 from drumroll.workers.group import LocalGroup, Role
 
 CORPUS = [
@@ -173,7 +174,7 @@ def test_other_content_is_encoded_as_ever(name, first, said, then):
     tokenizer = renderer.tokenizer
     messages = tuple({"role": r, "content": t} for r, t in zip(("user", "assistant", "user"), texts, strict=True))
     expected = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-    assert list(renderer.prompt(messages)) == expected == whole(renderer, list(messages), [])
+    assert list(renderer.prompt(messages)) == expected == place(renderer, list(messages), [], []).tokens
     assert renderer.encode(texts[0]) == tokenizer.encode(texts[0], add_special_tokens=False)
 
 
@@ -188,7 +189,7 @@ def test_content_never_becomes_a_control_token(name, first, said, then):
     expected = controls(renderer, renderer.prompt(tuple(harmless)))
     tokens = list(renderer.prompt(tuple(messages)))
     assert controls(renderer, tokens) == expected
-    assert whole(renderer, messages, []) == tokens
+    assert place(renderer, messages, [], []).tokens == tokens
     for text in evil:
         assert not controls(renderer, renderer.encode(text))
         assert controls(renderer, renderer.turn(text)) == [renderer.tokenizer.eos_token_id]
@@ -238,9 +239,11 @@ def test_episodes_and_calls_grow_by_the_templates_control_tokens_only(name, firs
         answer = renderer.answer(one, two)
         seen.append(controls(renderer, answer))
         messages = [{"role": r, "content": c} for r, c in zip(("user", "assistant", "user"), (one, two, three), strict=True)]
-        added = following(renderer, messages, [], 2, Completion([5], stop=StopReason.LENGTH))
-        assert added is not None
-        seen.append(controls(renderer, added))
+        begun, calls = place(renderer, messages[:1], [], []), Calls()
+        calls.add(None, begun.tokens, Completion([5], stop=StopReason.LENGTH), marks(messages[:2], []), begun.text, two)
+        added = place(renderer, messages, [], calls.along(marks(messages, [])))
+        assert added.parent is calls.all[0]
+        seen.append(controls(renderer, added.tokens))
         grown.append(seen)
     assert grown[0] == grown[1]
 

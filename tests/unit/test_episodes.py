@@ -392,7 +392,11 @@ def test_turn_limits_penalties_and_context():
     assert sample.success is False
     assert sample.completion == "l\n?\nr"
     assert sample.turns[0].state != sample.turns[2].state
-    assert played(Scene("corridor"), context=20).stop is StopReason.CONTEXT
+    assert sample.notes[0].kind == "Endless"
+    full = played(Scene("corridor"), context=20)
+    assert full.stop is StopReason.CONTEXT
+    told = "CutOff in environment 'corridor': the limit of 20 tokens cut the episode off; raise environment.context"
+    assert [str(note).startswith(told) for note in full.notes] == [True]
     early = played(Scene("corridor"), context=4)
     assert early.stop is StopReason.CONTEXT
     assert not early.turns

@@ -8,13 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_data import TEMPLATE, chat_renderer
 
+from drumroll.data.conversation import Conversation
 from drumroll.data.render import Renderer
 from drumroll.engines import Completion, EngineLost, Request, Sampling
+from drumroll.envs.adapters.calls import Call, teach, written
 from drumroll.models import tiny
 from drumroll.sample import StopReason
 from drumroll.serve import tools
 from drumroll.serve.chat import marks, place
-from drumroll.serve.protocol import Refused, read
+from drumroll.serve.protocol import ChatBody, Refused, TextBody, read
 from drumroll.serve.traces import Calls
 from drumroll.serve.writing import SLICE, EngineClient
 
@@ -34,8 +36,8 @@ def body(**values):
 
 def test_a_request_is_read_and_nulls_are_left_out():
     parts = [{"role": "developer", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
-    assert read(body(messages=parts)).conversation() == [{"role": "system", "content": "hi"}]
-    asked = read(body(model="m", temperature=None, stop="x", max_completion_tokens=3, tool_choice="none", tools=[]))
+    assert read(body(messages=parts), ChatBody).conversation() == [{"role": "system", "content": "hi"}]
+    asked = read(body(model="m", temperature=None, stop="x", max_completion_tokens=3, tool_choice="none", tools=[]), ChatBody)
     assert (asked.stops(), asked.most(), asked.chosen(), asked.conversation()) == (("x",), 3, {}, [HI])
 
 
@@ -43,7 +45,7 @@ def test_a_request_is_read_and_nulls_are_left_out():
     ("values", "code", "param"),
     [
         ({"functions": []}, "unsupported_parameter", "functions"),
-        ({"top_logprobs": 3}, "invalid_value", "top_logprobs"),
+        ({"top_logprobs": 21}, "invalid_value", "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "invalid_value", "response_format.type"),
         ({"n": 0}, "invalid_value", "n"),
         ({"temperature": 1e-40}, "invalid_value", "temperature"),
@@ -58,15 +60,44 @@ def test_a_request_is_read_and_nulls_are_left_out():
 )
 def test_what_is_not_supported_is_said(values, code, param):
     with pytest.raises(Refused) as refused:
-        read(body(**values))
+        read(body(**values), ChatBody)
     assert refused.value.status == 400
     assert (refused.value.body["error"]["code"], refused.value.body["error"]["param"]) == (code, param)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", ""], ["a", ""]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([[]], [[]])],
+)
+def test_prompts_are_texts_or_token_ids(prompt, prompts):
+    assert read(json.dumps({"prompt": prompt}).encode(), TextBody).prompt == prompts
+
+
+@pytest.mark.parametrize(
+    ("values", "param", "words"),
+    [
+        ({"prompt": []}, "prompt", "must be a text, a list of token ids"),
+        ({"prompt": ["a", 1]}, "prompt", "must be a text"),
+        ({"prompt": [[1, -1]]}, "prompt", "must be a text"),
+        ({"prompt": [True, False]}, "prompt", "must be a text"),
+        ({"prompt": 3}, "prompt", "must be a text"),
+        ({"prompt": "a", "echo": True}, "echo", "leave it out and generate"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"prompt": "a", "messages": [HI]}, "messages", "not supported"),
+        ({}, "prompt", "required"),
+    ],
+)
+def test_what_is_not_supported_for_texts_is_said(values, param, words):
+    with pytest.raises(Refused, match=words) as refused:
+        read(json.dumps(values).encode(), TextBody)
+    assert (refused.value.status, refused.value.body["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b'"x"'])
 def test_a_body_that_is_no_request_is_refused(text):
     with pytest.raises(Refused):
-        read(text)
+        read(text, ChatBody)
 
 
 # --- conversations ---
@@ -149,18 +180,56 @@ def test_without_a_template_a_conversation_is_its_texts():
     assert plain.tokenizer.decode(talk_of(plain, talk, Completion([5]))[1].tokens) == "b"
 
 
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_tools_in_words_are_those_of_training(system):
+    """A template without tools: the endpoint shows a conversation with the same tokens as an episode with tools."""
+    renderer = chat_renderer()
+    task: list = [{"role": "tools", "content": teach([ADD]), "tools": [ADD]}, HI]
+    episode = Conversation(renderer, task, chat=True, system=system)
+    said = written(Call("add", {"a": 1}))
+    seen = [*episode.prompt(), *renderer.encode(said), *episode.follow(said, [{"role": "tool", "content": "2"}], None)]
+    call = {"id": "x", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked = [] if system is None else [{"role": "system", "content": system}]
+    talk = [*asked, HI, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    assert place(renderer, talk, [ADD], []).tokens == seen
+    begun, calls = place(renderer, talk[: len(asked) + 1], [ADD], []), Calls()
+    answer = Completion(renderer.encode(said), stop=StopReason.LENGTH)
+    calls.add(None, begun.tokens, answer, marks(talk[: len(asked) + 2], [ADD]), begun.text, said)
+    added = place(renderer, talk, [ADD], calls.along(marks(talk, [ADD])))
+    assert added.parent is calls.all[0]
+    assert [*begun.tokens, *renderer.encode(said), *added.tokens] == seen
+
+
 # --- tool calls ---
 
 
 def test_tool_calls_are_read_from_the_text():
     one, two = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', '<tool_call>{"name": "g"}'
-    assert tools.split(f"so\n{one}{two}") == ("so", [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}])
+    assert tools.split(f"so\n{one}{two}") == ("so", [("f", {"a": 1}), ("g", {})])
+    assert tools.split(f"<think>{two}</think>{one}") == (f"<think>{two}</think>", [("f", {"a": 1})])
+    assert tools.split('<think>so</think> {"name": "f", "arguments": {}}') == ("<think>so</think>", [("f", {})])
+    assert tools.split('[{"name": "f", "parameters": {"a": 1}}]') == ("", [("f", {"a": 1})])
     for odd in ("plain", "<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", '<tool_call>{"x": 1}</tool_call>'):
         assert tools.split(odd) == (odd, [])
 
 
-@given(st.text("ab<tol_c>\n ", max_size=30), st.lists(st.text("ab<", min_size=1, max_size=3), max_size=2), st.booleans())
+BARE = '{"name": "f", "arguments": {}}'
+pieces = st.sampled_from(["a", " ", "\n", "<", "<tool", "<tool_call>", BARE, "</tool_call>", "<think>", "</think>", "[", "]"])
+texts = st.tuples(
+    st.sampled_from(["", " ", "<think>a</think>"]), st.sampled_from(["", BARE, f"[{BARE}]"]), st.lists(pieces, max_size=6)
+)
+
+
+@given(
+    texts.map(lambda parts: parts[0] + parts[1] + "".join(parts[2])),
+    st.lists(st.text("ab<", min_size=1, max_size=3), max_size=2),
+    st.booleans(),
+)
 def test_what_is_shown_of_an_unfinished_text_stays(text, stops, use_tools):
+    """Also of calls in tags, of bare calls, and of calls within thoughts."""
     whole_text = tools.cut(text, stops)
     final = tools.split(whole_text)[0] if use_tools else whole_text
     shown = ""
@@ -187,7 +256,7 @@ def scripted(tokens, *, stop=StopReason.EOS, faults=()):
         part = tokens[begin : begin + most]
         ended = begin + len(part) == len(tokens)
         reason = stop if ended else StopReason.LENGTH if fault is None else StopReason.ABORTED
-        return Completion(part, [-1.0] * len(part), [0] * len(part), reason)
+        return Completion(part, [-1.0] * len(part), [0] * len(part), reason, [[(token, -1.0)] for token in part])
 
     return generate
 
@@ -207,6 +276,7 @@ def test_interruptions_and_slices_change_nothing(tokens, faults, listen):
 
     done = write(scripted(tokens, faults=faults), heard=heard if listen else None)
     assert (done.tokens, done.stop) == (tokens, StopReason.EOS)
+    assert done.top == [[(token, -1.0)] for token in tokens]
     assert not listen or told[-1] == tokens
     assert write(scripted(tokens), most=5).stop is (StopReason.LENGTH if len(tokens) > 5 else StopReason.EOS)
 

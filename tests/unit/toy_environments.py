@@ -174,6 +174,14 @@ class ThreadBad(Bad):
 ENVIRONMENTS.register("thread_bad", runs="thread")(ThreadBad)
 
 
+class Moody(Corridor):
+    """Says something else each time."""
+
+    def step(self, text):
+        step = super().step(text)
+        return step._replace(observation=f"{step.observation}{os.urandom(4).hex()}")
+
+
 class Unseeded(Corridor):
     """Uses the global generator."""
 

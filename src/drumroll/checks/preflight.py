@@ -21,6 +21,7 @@ from drumroll.components import decoder, open_closing, open_episodes, open_rende
 from drumroll.config import RunConfig
 from drumroll.data.source import PromptSource
 from drumroll.engines import Sampling
+from drumroll.envs.episodes import CUT_OFF
 from drumroll.registry import search
 from drumroll.rewards import Rewards, Scorer
 from drumroll.rewards.group_calls import GroupCalls
@@ -75,6 +76,8 @@ class Start:
     """The setting that cuts off most of the truncated completions."""
     tokens: float
     failure: Failure | None
+    cut_off: str = ""
+    """How many episodes the context limit ended, and what to do about it."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,7 @@ async def _start(config: RunConfig, player: Evaluator, domain: str, prompts: Seq
     count, threshold = len(samples), config.eval.pass_threshold
     cut = [s.stop for s in samples if s.stop in (StopReason.LENGTH, StopReason.CONTEXT)]
     episode = "environment.context" if config.environment_section().mode == "trajectory" else "data.max_prompt_tokens"
+    ended = [note.text for s in samples for note in s.notes if note.kind == CUT_OFF]
     return Start(
         domain,
         sum(s.success is True or (s.success is None and (s.reward or 0.0) > threshold) for s in samples) / count,
@@ -253,6 +257,7 @@ async def _start(config: RunConfig, player: Evaluator, domain: str, prompts: Seq
         "rollout.max_tokens" if cut.count(StopReason.LENGTH) * 2 >= len(cut) else episode,
         statistics.mean(s.policy_length() for s in samples),
         next((s.failure for s in samples if s.failure is not None), None),
+        f"{len(ended)} of {count} episodes do not end by themselves: {ended[0]}" if ended else "",
     )
 
 
@@ -265,7 +270,9 @@ def _advice(start: Start) -> Iterator[str]:
             f"{start.domain}: only {start.useful:.0%} of groups would give a gradient; "
             "rollout.filter: zero_variance with rollout.oversample trains on these alone."
         )
-    if start.truncated > 0.5:
+    if start.cut_off:
+        yield f"{start.domain}: {start.cut_off}."
+    elif start.truncated > 0.5:
         yield f"{start.domain}: {start.truncated:.0%} of completions are cut off: raise {start.limit}."
 
 

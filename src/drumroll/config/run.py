@@ -40,14 +40,32 @@ class CheckpointConfig(Section):
 class TrackerConfig(Section):
     """Where metrics go besides `metrics.jsonl`."""
 
-    kind: Literal["tensorboard", "wandb"]
-    """TensorBoard event files in the run directory, or Weights & Biases."""
+    kind: Literal["tensorboard", "wandb", "trackio"]
+    """TensorBoard event files in the run directory, Weights & Biases, or trackio's local store."""
     project: str = "drumroll"
-    """Project name (wandb)."""
+    """Project name (wandb, trackio)."""
+    entity: str | None = None
+    """User or team that the run belongs to (wandb)."""
+    group: str | None = None
+    """Group of runs to show together (wandb, trackio)."""
+    tags: list[str] = []
+    """Tags to find the run by (wandb; in trackio's config)."""
+    name: str | None = None
+    """Name of the run there (wandb, trackio). Default: `name`."""
     mode: Literal["online", "offline"] = "online"
     """wandb without a network: offline."""
+    samples: int = Field(16, ge=0)
+    """With every evaluation, send a table of so many held-out samples and of so many samples of the step; 0 sends none."""
     required: bool = False
     """Stop before the first step when it cannot be opened (no login, no network). Default: the run goes on without it and says so."""
+
+    @model_validator(mode="after")
+    def _keys_fit(self) -> Self:
+        lacking = {"tensorboard": ("project", "entity", "group", "tags", "name", "mode"), "trackio": ("entity", "mode")}
+        for key in lacking.get(self.kind, ()):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{self.kind} has no `{key}`; leave it out, or use `kind: wandb`")
+        return self
 
 
 class RunConfig(Section):

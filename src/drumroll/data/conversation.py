@@ -235,6 +235,16 @@ def check_template(
     return any(found)
 
 
+def tools_in_words(messages: Sequence[Message], words: str = "") -> list[Message]:
+    """A conversation for a template that knows no tools: their description within the first message, results as a user's turns."""
+    shown = [_as_user(m) if m["role"] == "tool" else {"role": m["role"], "content": _text(m)} for m in messages]
+    if words and shown:
+        first = _text(shown[0])
+        system = shown[0]["role"] == "system"
+        shown[0]["content"] = f"{first}\n\n{words}" if system else f"{words}\n\n{first}"
+    return _joined(shown)
+
+
 def _text(message: Message) -> str:
     return str(message["content"])
 

@@ -43,6 +43,8 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     max_thinking: int | None = None
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to list at each position, with their log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,14 @@ class Completion:
     """The tokens that the model wrote, each with its log-prob and the version of the weights that sampled it.
 
     Tokens that were written for the model, to end a thought, have the log-prob 0.0 and the version -1.
+    `top` lists the likeliest tokens at each position, the likeliest first, if the request asked for them.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)
     stop: StopReason = StopReason.LENGTH
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def add_to(self, trace: Trace) -> None:
         """Append the tokens to a trace: those of the model are the policy's, those written for it the environment's."""

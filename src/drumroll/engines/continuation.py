@@ -140,10 +140,11 @@ class Continuation:
         stop = part.stop if end is None else StopReason.STOP_STRING
         if stop is StopReason.ABORTED and len(before) + len(part.tokens) >= self.sampling.max_tokens:
             stop = StopReason.LENGTH
-        kept = Completion(part.tokens[:end], part.logprobs[:end], part.versions[:end], stop)
+        kept = Completion(part.tokens[:end], part.logprobs[:end], part.versions[:end], stop, part.top[:end])
         self.written.tokens += kept.tokens
         self.written.logprobs += kept.logprobs
         self.written.versions += kept.versions
+        self.written.top += kept.top
         self.written.stop = stop
         return kept
 

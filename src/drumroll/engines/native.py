@@ -31,7 +31,7 @@ from drumroll.config.engines import ENGINES
 from drumroll.engines import Completion, EngineBackend, EngineLost, EngineSetup, Request
 from drumroll.engines.pages import Chain, FixedPages, Pages
 from drumroll.engines.rows import Chunk, Row, deliver
-from drumroll.engines.sampler import Restriction, choose, keyed_uniform
+from drumroll.engines.sampler import Restriction, choose, keyed_uniform, likeliest
 from drumroll.errors import ConfigError
 from drumroll.models.attention import Decode, KVCache, PageSlots, Prefill, Reads
 from drumroll.models.experts import rows_alone
@@ -511,14 +511,18 @@ class NativeEngine:
         uniform, restriction = torch.from_numpy(keyed_uniform(seeds, positions)), Restriction.of(sampling, self._vocabulary)
         tokens, logprobs = choose(logits, temperature, uniform, restriction)
         found = torch.stack((tokens.double(), logprobs.double())).cpu().tolist()  # both exact; the host waits here, once
+        most = max(s.top_logprobs for s in sampling)
+        listed = likeliest(logits, temperature, most) if most else None
         drawn = []
-        for row, number, logprob in zip(rows, *found, strict=True):
+        for i, (row, number, logprob) in enumerate(zip(rows, *found, strict=True)):
             if not math.isfinite(logprob):
                 self._release([row], _not_finite(row, logprob))
                 continue
             row.completion.tokens.append(int(number))
             row.completion.logprobs.append(logprob)
             row.completion.versions.append(self.version)
+            if listed is not None and (count := sampling[i].top_logprobs):
+                row.completion.top.append(listed[i][:count])
             drawn.append(row)
         self._release([row for row in drawn if self._ended(row)])
 

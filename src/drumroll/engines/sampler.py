@@ -88,6 +88,13 @@ def choose(
     return tokens, chosen[:, 0] - total.log().float()
 
 
+def likeliest(logits: Tensor, temperature: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """Return the likeliest tokens of each row with their log-probs, those that `choose` would give them."""
+    scale = send(torch.where(temperature == 0, 1.0, temperature), logits.device)
+    found = (logits.float() / scale[:, None]).log_softmax(dim=-1).topk(min(count, logits.shape[-1]), dim=-1)
+    return [list(zip(*row, strict=True)) for row in zip(found.indices.tolist(), found.values.tolist(), strict=True)]
+
+
 def _from_masses(
     logits: Tensor, scale: Tensor, greedy: Tensor, uniform: Tensor, peak: Tensor, masses: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -256,7 +256,7 @@ class VllmEngine:
             ignore_eos=True,  # only `stop_token_ids` end a request, whatever the model's files say
             detokenize=bool(sampling.stop),
             skip_special_tokens=False,
-            logprobs=0,
+            logprobs=sampling.top_logprobs,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -425,11 +425,14 @@ def _prepare_environment() -> None:
 
 
 def _completion(request: Request, output: Any) -> Completion:
-    tokens = list(output.token_ids)
-    logprobs = list(output.logprobs.logprobs) if tokens else []
+    tokens, count = list(output.token_ids), request.sampling.top_logprobs
+    flat = list(output.logprobs.logprobs) if tokens else []  # per token: itself, then the likeliest
+    logprobs = flat[:: 1 + count]
+    pairs = list(zip(output.logprobs.token_ids, flat, strict=True)) if tokens and count else []
+    top = [[(int(t), p) for t, p in pairs[i + 1 : i + 1 + count]] for i in range(0, len(pairs), 1 + count)]
     versions = [int(span.version) for span in output.weight_versions or () for _ in range(span.start, span.end)]
     assert len(tokens) == len(logprobs) == len(versions), f"{request.id}: {len(tokens)}, {len(logprobs)}, {len(versions)}"
-    return Completion(tokens, logprobs, versions, _stop_reason(request, output))
+    return Completion(tokens, logprobs, versions, _stop_reason(request, output), top)
 
 
 def _stop_reason(request: Request, output: Any) -> StopReason:

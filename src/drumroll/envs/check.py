@@ -98,7 +98,9 @@ async def _seeds(use: str, args: dict[str, Any], first: Record) -> tuple[str, bo
     if begin:
         return name, True, f"{begin} of {len(seeds)} other seeds begin differently"
     go_on = sum(other != first for other in others)
-    return name, go_on > 0, f"no other seed begins differently, {go_on} of {len(seeds)} go on differently"
+    if not go_on:  # a game without chance; one that draws from elsewhere fails "same seed, same episode"
+        return name, None, f"it has no chance: {len(seeds)} other seeds begin and go on alike, so all episodes start equal"
+    return name, True, f"no other seed begins differently, {go_on} of {len(seeds)} go on differently"
 
 
 async def episode(
@@ -129,13 +131,27 @@ def _chooser(runner: Runner, name: str) -> Callable[[], str] | None:
 
 def _same(name: str, first: Record, again: Record) -> tuple[str, bool, str]:
     for turn, (a, b) in enumerate(zip(first, again, strict=False)):
+        if a[:-1] != b[:-1]:
+            return (
+                name,
+                False,
+                f"turn {turn} differs: its random player plays {_short(a[0])} and {_short(b[0])}{_after(first[1:turn])}",
+            )
         if a != b:
-            return name, False, f"turn {turn} differs: {_short(a[-1])} and {_short(b[-1])}"
-    return name, len(first) == len(again), f"{len(first) - 1} turns played twice"
+            return name, False, f"turn {turn} differs: {_short(a[-1])} and {_short(b[-1])}{_after(first[1 : turn + 1])}"
+    if len(first) != len(again):
+        return name, False, f"it ends after {len(first) - 1} and {len(again) - 1} turns{_after(min(first, again, key=len)[1:])}"
+    return name, True, f"{len(first) - 1} turns played twice"
 
 
 def _short(answer: Observation | Step) -> str:
     return f"{answer!r:.60}"
+
+
+def _after(turns: Record, most: int = 8) -> str:
+    """The actions that were played, the last of them if they are many."""
+    left_out = "…, " if len(turns) > most else ""
+    return f", after the actions {left_out}{', '.join(f'{text!r:.40}' for text, _ in turns[-most:])}" if turns else ""
 
 
 async def _odd_turns(use: str, args: dict[str, Any]) -> tuple[str, bool, str]:
@@ -155,7 +171,8 @@ async def _odd_turns(use: str, args: dict[str, Any]) -> tuple[str, bool, str]:
 
 async def _policy(use: str, args: dict[str, Any], name: str, until: float) -> list[tuple[str, bool | None, str]]:
     """Measure how well the environment's own oracle or random player does, if it has one."""
-    total, wins, played = 0.0, 0, 0
+    total, played = 0.0, 0
+    successes: list[bool] = []  # of the episodes that report it; one without end is none
     for seed in range(SEEDS):
         runner = Runner(use, args)
         try:
@@ -164,20 +181,23 @@ async def _policy(use: str, args: dict[str, Any], name: str, until: float) -> li
             if choose is None or time.perf_counter() > until:
                 break
             played += 1
+            reported: bool | None = False
             for _ in range(LONGEST):
                 step = await runner.step(choose())
                 total += step.reward
                 if step.terminated or step.truncated:
-                    wins += bool(step.info.get("success"))
+                    reported = step.info.get("success")
                     break
+            successes += [] if reported is None else [bool(reported)]
         except Exception as error:
             return [(name, False, f"seed {seed}: {type(error).__name__}: {error}")]
         finally:
             runner.close()
     if not played:
         return [(name, None, "it has none")]
-    note = f"success {wins / played:.2f}, mean reward {total / played:.3g} over {played} seeds"
-    return [(name, wins == played if name == "oracle" else None, note)]
+    share = f"success {sum(successes) / len(successes):.2f}" if successes else "no success reported"
+    note = f"{share}, mean reward {total / played:.3g} over {played} seeds"
+    return [(name, all(successes) if name == "oracle" and successes else None, note)]
 
 
 async def _speed(use: str, args: dict[str, Any], seconds: float = 0.5) -> tuple[str, None, str]:

@@ -33,6 +33,8 @@ REWRITES = (
     "the chat template of {} rewrites earlier turns (for example drops their thoughts): where it does, an episode continues in a "
     "further trace; environment.earlier_turns: sampled shows them as they were sampled, in one trace."
 )
+CUT_OFF = "CutOff"
+"""The kind of the note of an episode that the context limit ended."""
 
 
 class Agents(Protocol):
@@ -248,9 +250,17 @@ class Episode:
         if stop is StopReason.TURNS:
             limit = self.config.max_turns
             sample.notes.append(Failure("Endless", f"environment '{self.scene.use}'", f"no end within max_turns={limit}"))
+        if stop is StopReason.CONTEXT:
+            sample.notes.append(cut_off(f"environment '{self.scene.use}'", self.config.mode, self.context))
         sample.completion = "\n".join(said if text is None else [*said, text])
         sample.rewards[ENVIRONMENT] = sum(turn.reward for turn in sample.turns)
         return False
+
+
+def cut_off(boundary: str, mode: str, context: int) -> Failure:
+    """Return the note of an episode that did not fit into the context."""
+    key = "environment.context" if mode == "trajectory" else "data.max_prompt_tokens"
+    return Failure(CUT_OFF, boundary, f"the limit of {context} tokens cut the episode off; raise {key}, or let it say less")
 
 
 def digest(state: Observation) -> str:

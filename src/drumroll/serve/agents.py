@@ -20,6 +20,7 @@ from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.engines import Sampling
 from drumroll.engines.router import Router
+from drumroll.envs.episodes import cut_off
 from drumroll.envs.executors import in_thread
 from drumroll.envs.runner import agent_path
 from drumroll.errors import ConfigError, MissingExtra, being_cancelled, user_frames
@@ -144,6 +145,8 @@ class AgentEpisode:
         if not sample.traces:
             raise self._failed("NoCalls", "it ended without a completion, so there is nothing to train on")
         sample.stop = stop
+        if stop is StopReason.CONTEXT:
+            sample.notes.append(cut_off(f"agent '{self.name}'", "trajectory", self.agents.served.context))
         if reward is not None:
             sample.rewards[ENVIRONMENT] = reward
         return False

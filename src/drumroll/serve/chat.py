@@ -6,8 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from drumroll.data.conversation import STAND_IN, grow
+from drumroll.data.conversation import STAND_IN, grow, tools_in_words
 from drumroll.data.render import Renderer
+from drumroll.envs.adapters.calls import Call as Written
+from drumroll.envs.adapters.calls import teach, written
 from drumroll.sample import Message
 from drumroll.serve.traces import Call
 
@@ -37,6 +39,29 @@ def plain(message: Message) -> Message:
     return found | {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
 
 
+def in_words(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any], *, begins: bool = True) -> list[Message]:
+    """Return messages as templates read them. If the template shows no tools, tools, calls and results become words.
+
+    They are the words that tool environments use in training. `begins` says whether the messages begin the conversation.
+    """
+    turns = [plain(message) for message in messages]
+    if renderer.takes_tools or not (tools or any(m["role"] == "tool" or m.get("tool_calls") for m in turns)):
+        return turns
+    for turn in turns:
+        calls = [Written(c["function"]["name"], c["function"]["arguments"]) for c in turn.pop("tool_calls", ())]
+        turn["content"] = "\n".join(filter(None, [turn["content"], *map(written, calls)]))
+    return tools_in_words(turns, teach(list(tools)) if tools and begins else "")
+
+
+def raw(renderer: Renderer, text: str) -> list[int]:
+    """Return the tokens of a prompt without chat template, in which the caller may spell control tokens.
+
+    A model that has a first token gets it, as in training on plain prompts.
+    """
+    tokens, bos = renderer.controls.rendered(text), renderer.tokenizer.bos_token_id
+    return tokens if bos is None or tokens[:1] == [bos] else [bos, *tokens]
+
+
 class Added(NamedTuple):
     """The call that a conversation continues, and what it adds: text, as the template writes it, and tokens."""
 
@@ -56,13 +81,14 @@ def place(
     """
     path = earlier[-1].path() if earlier else []
     if not renderer.has_template:
-        rest = "".join(m["content"] for m in messages[path[-1].place + 1 if path else 0 :])
+        later = in_words(renderer, messages[path[-1].place + 1 if path else 0 :], tools, begins=not path)
+        rest = "".join(m["content"] for m in later)
         return Added(path[-1], "", renderer.encode(rest)) if path else Added(None, "", list(renderer.prompt(rest, chat=False)))
     texts = {call.place: call.text for call in (*earlier, *path)}
 
     def rendered(texts: dict[int, str]) -> str:
-        said = ({"role": "assistant", "content": texts[i]} if i in texts else plain(m) for i, m in enumerate(messages))
-        return renderer.text(list(said), tools)
+        said = [{"role": "assistant", "content": texts[i]} if i in texts else m for i, m in enumerate(messages)]
+        return renderer.text(in_words(renderer, said, tools), tools if renderer.takes_tools else ())
 
     parts = path[-1].parts(renderer.controls) if path else []
     stand_in = (lambda: rendered(dict.fromkeys(texts, STAND_IN))) if sampled else None

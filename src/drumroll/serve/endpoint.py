@@ -7,14 +7,16 @@ import hmac
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 from drumroll.engines import Completion, EngineLost
 from drumroll.errors import MissingExtra
 from drumroll.sample import StopReason
 from drumroll.serve import tools
-from drumroll.serve.caller import Caller, ChatRequest, Choice, Served
-from drumroll.serve.protocol import Refused, event, finish, read, usage
+from drumroll.serve.answers import Chat, Shape, Text, listed
+from drumroll.serve.caller import Asked, Caller, Choice, Served, together
+from drumroll.serve.protocol import Body, ChatBody, Refused, TextBody, event, read, usage
 
 try:
     from aiohttp import web
@@ -23,15 +25,26 @@ except ImportError:
 
 LARGEST = 32 * 2**20
 """The largest request in bytes."""
+HUNG_UP = 499
+"""The status in the request log of a client that disconnected before its answer."""
+USAGE: ContextVar[dict[str, int]] = ContextVar("usage")
+"""The token counts of the request that this task answers, for the request log."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
     """Serves callers, found by the path of their base URL (None: the bare `/v1`), to clients that have the token."""
 
-    def __init__(self, served: Served, find: Callable[[str | None], Caller], token: str | None = None) -> None:
+    def __init__(
+        self,
+        served: Served,
+        find: Callable[[str | None], Caller],
+        token: str | None = None,
+        log: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
         self.served = served
         self.find = find
+        self.log = log
         self.token = token or secrets.token_urlsafe(24)
         self.url = ""
         self._runner: web.AppRunner | None = None
@@ -43,7 +56,8 @@ class Endpoint:
         for base in ("", "/s/{sample}"):
             app.router.add_get(f"{base}/v1/models", self._models)
             app.router.add_get(f"{base}/v1/models/{{model:.+}}", self._model)
-            app.router.add_post(f"{base}/v1/chat/completions", self._complete)
+            app.router.add_post(f"{base}/v1/chat/completions", self._chat)
+            app.router.add_post(f"{base}/v1/completions", self._text)
         app.router.add_get("/s/{sample}/traces", self._traces)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -58,7 +72,19 @@ class Endpoint:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the token, and format every error as the protocol does."""
+        """Check the token, format every error as the protocol does, and log the request."""
+        began, status = time.perf_counter(), HUNG_UP
+        USAGE.set(usage(0, 0))
+        try:
+            response = await self._handled(request, handler)
+            status = response.status
+            return response
+        finally:
+            if self.log is not None:
+                seconds = round(time.perf_counter() - began, 4)
+                self.log({"method": request.method, "path": request.path, "status": status, "seconds": seconds, **USAGE.get()})
+
+    async def _handled(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
             if request.path != "/health" and not hmac.compare_digest(
@@ -70,8 +96,13 @@ class Endpoint:
             return await handler(request)
         except Refused as refused:
             return web.json_response(refused.body, status=refused.status)
+        except web.HTTPRequestEntityTooLarge:
+            text = (
+                f"the request is larger than {LARGEST} bytes ({LARGEST >> 20} MiB), the most that is read; send less at once."
+            )
+            return web.json_response(Refused(413, text, code="request_too_large").body, status=413)
         except web.HTTPException as error:
-            text = f"{request.method} {request.path}: {error.reason}. POST /v1/chat/completions is what is served."
+            text = f"{request.method} {request.path}: {error.reason}. POST /v1/chat/completions and /v1/completions are served."
             return web.json_response(Refused(error.status, text).body, status=error.status)
         except Exception as error:
             refused = _fault(error)
@@ -97,33 +128,37 @@ class Endpoint:
         columns = ("tokens", "owners", "logprobs", "versions")
         return web.json_response([{name: [*getattr(trace, name)] for name in columns} for trace in traces])
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, read(await request.read(), ChatBody), Chat())
+
+    async def _text(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, read(await request.read(), TextBody), Text())
+
+    async def _complete(self, request: web.Request, body: Body, shape: Shape) -> web.StreamResponse:
         caller = self.find(request.match_info.get("sample"))
-        asked = caller.ask(read(await request.read()))
-        head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": self.served.name}
-        if asked.body.stream:
-            return await _Stream(self.served, caller, asked, head).run(request)
-        choices = await caller.answer(asked)
-        answers = []
-        for i, choice in enumerate(choices):
-            logprobs = {"content": _logprobs(self.served, choice.written)} if asked.body.logprobs else None
-            reason = finish(choice.written.stop, choice.message)
-            answers.append({"index": i, "message": choice.message, "logprobs": logprobs, "finish_reason": reason})
-        body = {**head, "object": "chat.completion", "choices": answers, "usage": _usage(asked, choices)}
-        return web.json_response(body)
+        asked = caller.ask(body)
+        head = {"id": f"{shape.prefix}-{secrets.token_hex(8)}", "created": int(time.time()), "model": self.served.name}
+        if body.stream:
+            return await _Stream(self.served, caller, asked, shape, head).run(request)
+        choices = await _answers(caller, asked)
+        answers = [shape.choice(i, c, _logprobs(self.served, shape, body, c.written)) for i, c in enumerate(choices)]
+        counts = _usage(asked, choices)
+        return web.json_response({**head, "object": shape.whole, "choices": answers, "usage": counts})
 
 
 class _Stream:
     """One answer as server-sent events: text as it becomes final, then tool calls, finish reasons, and token counts."""
 
-    def __init__(self, served: Served, caller: Caller, asked: ChatRequest, head: dict[str, Any]) -> None:
+    def __init__(self, served: Served, caller: Caller, asked: list[Asked], shape: Shape, head: dict[str, Any]) -> None:
         self.served = served
         self.caller = caller
         self.asked = asked
-        self.head = {**head, "object": "chat.completion.chunk"}
+        self.body = asked[0].body
+        self.shape = shape
+        self.head = {**head, "object": shape.chunk}
         self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        self.sent = [""] * asked.body.n
-        self.tokens = [0] * asked.body.n
+        self.sent = [""] * (self.body.n * len(asked))
+        self.tokens = [0] * len(self.sent)
 
     async def run(self, request: web.Request) -> web.StreamResponse:
         """Write the whole stream.
@@ -132,13 +167,15 @@ class _Stream:
         """
         await self.response.prepare(request)
         try:
-            for i in range(self.asked.body.n):
-                await self._send(i, {"role": "assistant", "content": ""})
-            choices = await self.caller.answer(self.asked, self._received)
+            for i in range(len(self.sent)):
+                if (first := self.shape.begin(i)) is not None:
+                    await self._send(first)
+            choices = await _answers(self.caller, self.asked, self._received)
             for i, choice in enumerate(choices):
                 await self._end(i, choice)
-            if self.asked.body.stream_options.include_usage:
-                await self.response.write(event({**self.head, "choices": [], "usage": _usage(self.asked, choices)}))
+            counts = _usage(self.asked, choices)
+            if self.body.stream_options.include_usage:
+                await self.response.write(event({**self.head, "choices": [], "usage": counts}))
         except Exception as error:
             await self.response.write(event((error if isinstance(error, Refused) else _fault(error)).body))
         await self.response.write(event("[DONE]"))
@@ -146,42 +183,48 @@ class _Stream:
         return self.response
 
     async def _received(self, index: int, done: Completion) -> None:
-        text = self.served.decode(done.tokens)
-        text = tools.settled(text, self.asked.sampling.stop, tools=bool(self.asked.tools))
+        asked = self.asked[index // self.body.n]
+        text = tools.settled(self.served.decode(done.tokens), asked.sampling.stop, tools=bool(asked.tools))
         if len(text) > len(self.sent[index]):
             delta, self.sent[index] = text[len(self.sent[index]) :], text
-            await self._send(index, {"content": delta}, done)
+            await self._part(index, delta, done)
 
     async def _end(self, index: int, choice: Choice) -> None:
-        message, written = choice.message, choice.written
-        rest = (message["content"] or "")[len(self.sent[index]) :]
-        if rest or self.asked.body.logprobs:
-            await self._send(index, {"content": rest}, written)
-        if message.get("tool_calls"):
-            await self._send(index, {"tool_calls": [{"index": i, **c} for i, c in enumerate(message["tool_calls"])]})
-        await self._send(index, {}, reason=finish(written.stop, message))
+        text = choice.text if choice.message is None else choice.message["content"] or ""
+        rest = text[len(self.sent[index]) :]
+        if rest or self.body.alternatives() is not None:
+            await self._part(index, rest, choice.written)
+        for part in self.shape.end(index, choice):
+            await self._send(part)
 
-    async def _send(self, index: int, delta: dict[str, Any], done: Completion | None = None, reason: str | None = None) -> None:
-        logprobs = None
-        if done is not None and self.asked.body.logprobs:
-            logprobs = {"content": _logprobs(self.served, done)[self.tokens[index] :]}
-            self.tokens[index] += len(logprobs["content"])
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    async def _part(self, index: int, text: str, done: Completion) -> None:
+        start, self.tokens[index] = self.tokens[index], len(done.tokens) - (done.stop is StopReason.EOS)
+        await self._send(self.shape.part(index, text, _logprobs(self.served, self.shape, self.body, done, start)))
+
+    async def _send(self, choice: dict[str, Any]) -> None:
         await self.response.write(event({**self.head, "choices": [choice]}))
 
 
-def _logprobs(served: Served, written: Completion) -> list[dict[str, Any]]:
-    """Return every token with its log-prob, except the token that ended the turn, which is not part of the text."""
-    count = len(written.tokens) - (written.stop is StopReason.EOS)
-    listed = []
-    for token, logprob in zip(written.tokens[:count], written.logprobs[:count], strict=True):
-        text = served.decode([token])
-        listed.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-    return listed
+async def _answers(
+    caller: Caller, asked: list[Asked], received: Callable[[int, Completion], Awaitable[None]] | None = None
+) -> list[Choice]:
+    """Generate the choices of all prompts; `received` gets their growing texts, by the number of the choice."""
+
+    def listener(first: int) -> Callable[[int, Completion], Awaitable[None]] | None:
+        return None if received is None else lambda index, done: received(first + index, done)
+
+    works = [caller.answer(each, listener(i * each.body.n)) for i, each in enumerate(asked)]
+    return [choice for choices in await together(works) for choice in choices]
 
 
-def _usage(asked: ChatRequest, choices: list[Choice]) -> dict[str, int]:
-    return usage(len(asked.tokens), sum(len(choice.written.tokens) for choice in choices))
+def _logprobs(served: Served, shape: Shape, body: Body, written: Completion, start: int = 0) -> dict[str, Any] | None:
+    return None if body.alternatives() is None else shape.logprobs(list(listed(served, written)), start)
+
+
+def _usage(asked: list[Asked], choices: list[Choice]) -> dict[str, int]:
+    counts = usage(sum(len(each.tokens) for each in asked), sum(len(choice.written.tokens) for choice in choices))
+    USAGE.set(counts)
+    return counts
 
 
 def _fault(error: BaseException) -> Refused:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from typing_extensions import override
 
 from drumroll.sample import Message, StopReason
 
 LEAST_TEMPERATURE = 1e-4
 MOST_TOP_K = 2**31 - 1
+MOST_LISTED = 20
+"""The most alternatives that `top_logprobs` may ask for."""
+TEXT_TOKENS = 16
+"""The protocol's default of `max_tokens` for text completions."""
 
 
 class Refused(Exception):
@@ -81,28 +86,39 @@ class _Format(BaseModel):
     type: Literal["text"]
 
 
+def _prompts(prompt: Any) -> list[str] | list[list[int]]:
+    """Return the prompts of a request for texts as a list: texts, or lists of token ids."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(isinstance(t, int) for t in prompt)):
+        prompt = [prompt]
+    good = isinstance(prompt, list) and prompt
+    if good and all(isinstance(text, str) for text in prompt):
+        return [_sound(text) for text in prompt]
+    if good and all(isinstance(ids, list) and all(type(t) is int and t >= 0 for t in ids) for ids in prompt):
+        return prompt
+    raise ValueError("must be a text, a list of token ids, or a list of these")
+
+
+def _no_echo(echo: bool) -> bool:
+    if echo:
+        raise ValueError(
+            "is not supported: log-probs are computed only of tokens that the model writes, so tasks that score given answers "
+            "(log-likelihood) cannot run here; leave it out and generate"
+        )
+    return echo
+
+
 class Body(BaseModel):
-    """A request for chat completions. Parameters that are not listed here are not supported."""
+    """What requests for chat and for text completions share. Parameters that are not listed are not supported."""
 
     model_config = ConfigDict(extra="forbid")
 
-    messages: list[_Message] = Field(min_length=1)
     model: str = ""
     n: int = Field(1, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
     stop: Annotated[list[str], BeforeValidator(_listed)] = []
-    logprobs: bool = False
-    top_logprobs: Literal[0] = 0
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
-    tools: list[_Tool] = []
-    tool_choice: Literal["auto", "none"] = "auto"
-    parallel_tool_calls: bool = True
-    response_format: _Format | None = None
     user: str = ""
-    metadata: dict[str, str] = {}
-    store: bool = False
     # Sampling parameters; those of a training run take precedence.
     temperature: Annotated[float, AfterValidator(_temperature)] | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -117,6 +133,33 @@ class Body(BaseModel):
         """Return the sampling parameters that the caller set."""
         return {name: value for name in CHOOSING if (value := getattr(self, name)) is not None}
 
+    def stops(self) -> tuple[str, ...]:
+        """Return the strings that end a completion."""
+        return tuple(stop for stop in self.stop if stop)
+
+    def most(self) -> int | None:
+        """Return the maximum number of tokens, or None."""
+        return self.max_tokens
+
+    def alternatives(self) -> int | None:
+        """Return how many of the likeliest tokens to list beside each token; None if no log-probs are wanted."""
+        raise NotImplementedError
+
+
+class ChatBody(Body):
+    """A request for chat completions."""
+
+    messages: list[_Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_LISTED)
+    tools: list[_Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
+    response_format: _Format | None = None
+    metadata: dict[str, str] = {}
+    store: bool = False
+
     def conversation(self) -> list[Message]:
         """Return the messages as plain data. Developer messages become system messages, the role that templates know."""
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
@@ -125,18 +168,36 @@ class Body(BaseModel):
             message["role"] = "system" if message["role"] == "developer" else message["role"]
         return messages
 
-    def stops(self) -> tuple[str, ...]:
-        """Return the strings that end a completion."""
-        return tuple(stop for stop in self.stop if stop)
-
+    @override
     def most(self) -> int | None:
-        """Return the maximum number of tokens, or None."""
         return self.max_completion_tokens or self.max_tokens
+
+    @override
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     def shown_tools(self) -> list[Any]:
         """Return the tools to show to the model."""
         return [tool.model_dump() for tool in self.tools] if self.tool_choice == "auto" else []
 
+
+class TextBody(Body):
+    """A request for text completions: of one prompt or several, each a text or a list of token ids."""
+
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
+    logprobs: int | None = Field(None, ge=0, le=MOST_LISTED)
+    echo: Annotated[bool, AfterValidator(_no_echo)] = False
+
+    @override
+    def most(self) -> int | None:
+        return self.max_tokens or TEXT_TOKENS
+
+    @override
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+
+B = TypeVar("B", bound=Body)
 
 CHOOSING = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
@@ -144,7 +205,7 @@ CHOOSING = (
 )
 
 
-def read(text: bytes) -> Body:
+def read(text: bytes, kind: type[B]) -> B:
     """Parse and validate the body of a request. A null value counts as absent."""
     try:
         values = json.loads(text)
@@ -153,19 +214,20 @@ def read(text: bytes) -> Body:
     if not isinstance(values, Mapping):
         raise Refused(400, "the body must be a JSON object.")
     try:
-        return Body.model_validate({key: value for key, value in values.items() if value is not None})
+        return kind.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or None
         if first["type"] == "extra_forbidden":
             sentence = f"the parameter '{name}' is not supported here; leave it out."
             raise Refused(400, sentence, code="unsupported_parameter", param=name) from None
-        raise Refused(400, f"{name}: {first['msg']}, got {first['input']!r:.80}.", code="invalid_value", param=name) from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise Refused(400, f"{name}: {message}, got {first['input']!r:.80}.", code="invalid_value", param=name) from None
 
 
-def finish(stop: StopReason, message: Message) -> str:
+def finish(stop: StopReason, message: Message | None) -> str:
     """Return the protocol's finish reason of a completion."""
-    if message.get("tool_calls"):
+    if message and message.get("tool_calls"):
         return "tool_calls"
     return "length" if stop in (StopReason.LENGTH, StopReason.CONTEXT) else "stop"
 

@@ -1,29 +1,26 @@
-"""Parses tool calls in the Hermes style: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` within the text."""
+"""Parses tool calls in an answer, as tool environments do in training, and finds the final part of an unfinished text."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
-from typing import Any
 
-BEGIN, END = "<tool_call>", "</tool_call>"
-_CALL = re.compile(re.escape(BEGIN) + r"(.*?)(?:" + re.escape(END) + r"|\Z)", re.DOTALL)
+from drumroll.envs.adapters.calls import TAGGED, Call, Unreadable, calls_in
+from drumroll.envs.episode import THOUGHT
+
+BEGIN = "<tool_call>"
+BARE = ("{", "[", "<|python_tag|>")
+"""How an answer begins that may be one bare call."""
 
 
-def split(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text before the first tool call, and the calls as {name, arguments}.
-
-    A call that cannot be parsed stays text.
-    """
-    found: list[dict[str, Any]] = []
-    for match in _CALL.finditer(text):
-        try:
-            call = json.loads(match.group(1))
-            found.append({"name": str(call["name"]), "arguments": call.get("arguments") or {}})
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return text, []
-    return (text[: text.index(BEGIN)].rstrip(), found) if found else (text, [])
+def split(text: str) -> tuple[str, list[Call]]:
+    """Return the text before the first tool call, and the calls. If one cannot be parsed, all stays text."""
+    found = calls_in(text)
+    calls = [call for call in found if not isinstance(call, Unreadable)]
+    if not found or len(calls) < len(found):
+        return text, []
+    spoken = _without_thoughts(text)
+    tagged = TAGGED.search(spoken)
+    return text[: tagged.start() if tagged else _start(spoken)].rstrip(), calls
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
@@ -40,4 +37,19 @@ def settled(text: str, stops: Sequence[str], *, tools: bool) -> str:
     text = cut(text, ends)
     held = max((size for end in ends for size in range(1, len(end)) if text.endswith(end[:size])), default=0)
     text = text[: len(text) - held].rstrip("\ufffd")
-    return text.rstrip() if tools else text
+    if not tools:
+        return text
+    spoken = _without_thoughts(text)
+    start = _start(spoken)
+    if any(spoken.startswith(begin, start) or begin.startswith(spoken[start:]) for begin in BARE):
+        text = text[:start]
+    return text.rstrip()
+
+
+def _without_thoughts(text: str) -> str:
+    """Return the text with blanks in place of its thoughts."""
+    return THOUGHT.sub(lambda thought: " " * len(thought[0]), text)
+
+
+def _start(text: str) -> int:
+    return len(text) - len(text.lstrip())

@@ -32,6 +32,7 @@ from drumroll.runfiles.format import (
     REPORT,
     ROLLOUTS,
     SUMMARY,
+    TRACKERS,
     read_format,
     write_format,
 )
@@ -45,7 +46,7 @@ BEFORE_CONFIG = {LOCK, FORMAT_FILE, f".{FORMAT_FILE}.tmp", f".{CONFIG}.tmp"}
 """Files of a run directory whose creation was interrupted."""
 BEFORE_A_STEP = {
     *(*BEFORE_CONFIG, CONFIG, OBJECTS, METRICS, ROLLOUTS, CHECKPOINTS, LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm"),
-    *("judge.jsonl", "tensorboard", "wandb", REPORT, OUTCOME, HINTS, f".{HINTS}.tmp"),
+    *("judge.jsonl", "tensorboard", "wandb", TRACKERS, REPORT, OUTCOME, HINTS, f".{HINTS}.tmp"),
 }
 """Files of a run that ended before its first step."""
 
