@@ -17,6 +17,7 @@ from drumroll.batch import pack
 from drumroll.config.data import DataConfig, DatasetConfig
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.eval import EvalConfig
+from drumroll.config.loading import load
 from drumroll.config.rollout import RolloutConfig
 from drumroll.data.conversation import Conversation, check_template
 from drumroll.data.source import PromptSource
@@ -393,7 +394,34 @@ def test_a_run_with_cut_thoughts_is_deterministic_and_resumed_exactly(small, min
     assert whole.metrics[0]["eval/held/thoughts_cut"] > 0
 
 
-def test_a_limit_that_leaves_no_room_is_refused():
+def thinking_model(folder, template):
+    tiny.random_model(0).save_pretrained(folder)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_learner_predicts_what_was_sampled_across_traces(small, tmp_path):
+    made = small(
+        model=thinking_model(tmp_path / "model", OPENS),
+        steps=1,
+        rollout={"max_tokens": 16, "max_thinking_tokens": 4},
+        environment={"use": "chatter", "max_turns": 3, "context": 200},
+        eval={"sets": {}},
+    )
+    made |= {"data": {"train": {"seeds": {"source": "drumroll.data.seeds:seeds"}}}, "reward": {}}
+    run = drumroll.train(made)
+    assert run.metrics[1]["rollout/thoughts_cut"] > 0
+    assert run.metrics[1]["train/mismatch"] < 1e-4
+    assert max(len(row["traces"]) for row in run.samples) == 3
+
+
+def test_a_limit_that_leaves_no_room_is_refused(small):
+    with pytest.raises(
+        ConfigError, match=r"eval.sets.sums: max_thinking_tokens 8 leaves no room for an answer within max_tokens 8"
+    ):
+        load(small(eval={"sets": {"sums": {"max_thinking_tokens": 8}}}))
     with pytest.raises(ValueError, match="max_thinking_tokens: 64 leaves no room for an answer within max_tokens: 64"):
         RolloutConfig(max_tokens=64, max_thinking_tokens=64)
     with pytest.raises(ValueError, match=r"rollout.domains.code.max_thinking_tokens: 9 leaves no room"):
@@ -473,12 +501,8 @@ def test_the_check_holds_thoughts_and_tool_calls():
 
 
 def test_a_dry_run_shows_arguments_and_says_what_is_rewritten(small, tmp_path, drumroll):
-    folder, recipe = tmp_path / "model", tmp_path / "recipe.yaml"
-    tiny.random_model(0).save_pretrained(folder)
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = SINCE
-    tokenizer.save_pretrained(folder)
-    made = small(model=str(folder), data={"template": {"enable_thinking": False}}, environment={"use": "frozen_lake"})
+    folder, recipe = thinking_model(tmp_path / "model", SINCE), tmp_path / "recipe.yaml"
+    made = small(model=folder, data={"template": {"enable_thinking": False}}, environment={"use": "frozen_lake"})
     recipe.write_text(yaml.safe_dump(made))
     code, said, _ = drumroll("train", str(recipe), "--dry-run")
     assert code == 0

@@ -16,6 +16,7 @@ from drumroll.data.render import Content, Renderer
 from drumroll.data.rows import is_function, is_local, read
 from drumroll.data.source import RequiredColumns, RowCheck
 from drumroll.data.split import Row
+from drumroll.envs.adapters import has_tools
 from drumroll.envs.episodes import REWRITES
 from drumroll.envs.runner import Runner, agent_path, exists
 from drumroll.envs.runner import find as find_environment
@@ -112,7 +113,8 @@ def _template(config: RunConfig, renderer: Renderer) -> Iterator[str]:
         yield f"the chat template of {renderer.name} also has {', '.join(unset)} (data.template sets them)."
     if config.has_episodes() and environment.mode == "trajectory" and environment.earlier_turns == "template":
         chats = {(dataset.chat, dataset.system) for dataset in config.data.train.values()}
-        if any(check_template(renderer, chat=chat, system=system) for chat, system in chats):
+        tools = any(has_tools(use) for use in _environments(config))
+        if any(check_template(renderer, chat=chat, system=system, tools=tools) for chat, system in chats):
             yield f"note: {REWRITES.format(renderer.name)}"
 
 

@@ -103,19 +103,8 @@ async def preflight(config: RunConfig, notify: Callable[[str], None] = lambda te
         renderer = open_renderer(config, workers)
         by_domain = _rows(PromptSource(config.data, config.seed, renderer, scorer.required_columns, environment))
         episodes = open_episodes(config, workers, seed=config.seed)
-        decode, spell = decoder(workers), speller(workers)
-        player = Evaluator(
-            config.eval,
-            [],
-            workers.router,
-            scorer,
-            decode,
-            config.seed,
-            rollout,
-            episodes,
-            spell,
-            open_closing(config, workers),
-        )
+        decode, spell, closing = decoder(workers), speller(workers), open_closing(config, workers)
+        player = Evaluator(config.eval, [], workers.router, scorer, decode, config.seed, rollout, episodes, spell, closing)
         rewards, problems, notices = [], [], []
         for domain, prompts in by_domain.items():
             if prompts[0].scene is not None:  # the environment gives the reward; `drumroll check ENV` checks it

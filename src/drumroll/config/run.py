@@ -119,10 +119,21 @@ class RunConfig(Section):
         self._check_devices()
         if self.roles.rollout.backend in ENGINES:  # a user's engine is imported, and checked, only by verbs that run it
             self._check_engine()
+        self._check_thoughts()
         best = self.eval.best_by
         if best is not None and best not in self.eval.sets:
             raise ValueError(f"eval.best_by is '{best}', but eval.sets has {sorted(self.eval.sets)}")
         return self
+
+    def _check_thoughts(self) -> None:
+        """Refuse limits of thoughts that leave no room for an answer."""
+        rollout = self.rollout_section()
+        for name, each in self.eval.sets.items():
+            limit, most = each.max_thinking_tokens or rollout.max_thinking_tokens, each.max_tokens or rollout.max_tokens
+            if limit is not None and most is not None and limit >= most:
+                raise ValueError(
+                    f"eval.sets.{name}: max_thinking_tokens {limit} leaves no room for an answer within max_tokens {most}; choose fewer"
+                )
 
     def _check_mixture(self) -> None:
         mixture, datasets = self.data.mixture, self.data.train

@@ -11,6 +11,7 @@ words stand before the task, and results are a user's turn.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from drumroll.sample import Message
 Observation = str | list[Message]
 TOOLS = "tools"
 """The role of the message that shows an environment's tools."""
-STAND_IN = "turn-as-sampled-0f7c2"
-"""Stands for a turn of the policy while a template is applied, to find what the template adds after it."""
+STAND_IN = f"turn{secrets.token_hex(8)}x"
+"""Stands for a turn of the policy while a template is applied, to find what the template adds after it; no result depends on it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,13 @@ def grow(
         kept, at = kept + 1, end
     rest = whole[at:]
     if kept < len(parts) and stand_in is not None:
-        kept, rest = len(parts), stand_in().rpartition(STAND_IN)[2]
+        _, found, rest = stand_in().rpartition(STAND_IN)
+        if not found:
+            raise TemplateError(
+                "the chat template does not show earlier turns, so they cannot be shown as they were sampled: "
+                "set environment.earlier_turns: template."
+            )
+        kept = len(parts)
     tokens = controls.rendered(rest)
     last = parts[kept - 1].last if kept else None
     if tokens and tokens[0] == last:
@@ -171,13 +178,7 @@ class Conversation:
         )
 
     def _stand_in(self) -> str:
-        whole = self._render([STAND_IN] * len(self.turns))
-        if STAND_IN not in whole:
-            raise TemplateError(
-                f"the chat template of {self.renderer.name} does not show earlier turns, so they cannot be shown as they were "
-                "sampled: set environment.earlier_turns: template."
-            )
-        return whole
+        return self._render([STAND_IN] * len(self.turns))
 
     def _render(self, turns: Sequence[str] | None = None) -> str:
         messages: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -94,7 +94,7 @@ class Evaluator:
             config = each.config
             longest, stop = config.max_tokens or self.rollout.length_limit, tuple(self.rollout.stop)
             thinking = config.max_thinking_tokens or self.rollout.max_thinking_tokens
-            own = Sampling(config.temperature, longest, stop, config.top_p, config.top_k, config.min_p, thinking)
+            own = Sampling(config.temperature, longest, stop, config.top_p, config.top_k, config.min_p, max_thinking=thinking)
             found = await self._measure(each, own, config.samples, f"eval/{each.name}/{step}")
             metrics |= self._metrics(f"eval/{each.name}", found, config.samples)
             if thinking is not None:
