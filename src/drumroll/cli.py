@@ -416,8 +416,8 @@ def status(run_path: str) -> None:
         f"{opened.path}: {state}, step {step} of {opened.settings.get('steps', '?')}, checkpoints at {saved or 'none'}{why}"
     )
     click.echo(f"  {'model':<32} {model_text(opened)}")
-    for number in headline(lines[-1]) if lines else ():
-        click.echo(f"  {number.label:<32} {number.text.strip()}")
+    for name, value in headline(lines[-1]) if lines else ():
+        click.echo(f"  {name:<32} {value}")
 
 
 @run.command()

@@ -36,7 +36,12 @@ LOSS = (r"train/loss", "loss", "{:8.4f}")
 ORDER = {pattern: rank for rank, (pattern, _, _) in enumerate((LOSS, *PATTERNS))}
 
 
-def headline(metrics: Mapping[str, float]) -> list[Number]:
+def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the handful of numbers of a step as labels and texts."""
+    return [(number.label, number.text.strip()) for number in numbers(metrics)]
+
+
+def numbers(metrics: Mapping[str, float]) -> list[Number]:
     """Return the handful of numbers of a step, in the order of a line."""
     return list(_numbers(metrics))
 

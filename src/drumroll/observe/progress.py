@@ -17,7 +17,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from drumroll.config import RunConfig
-from drumroll.observe.headline import Number, headline, rank
+from drumroll.observe.headline import Number, numbers, rank
 from drumroll.observe.legend import meaning
 from drumroll.observe.runs import duration, model_text
 from drumroll.observe.samples import GOLD, shortened, visible
@@ -66,17 +66,17 @@ class Plain(Quiet):
     @override
     def begin(self, step: int, before: Metrics) -> None:
         self.first, self.began = step, time.monotonic()
-        self.say(f"{self._count(step)}  {self._line(headline(before), '')}".rstrip())
+        self.say(f"{self._count(step)}  {self._line(numbers(before), '')}".rstrip())
 
     @override
     def committed(self, step: int, metrics: Metrics) -> None:
         left = (time.monotonic() - self.began) / max(1, step - self.first) * (self.config.steps - step)
-        numbers = headline(metrics)
-        self.say(f"{self._count(step)}  {self._line(numbers, duration(left))}".rstrip())
+        found = numbers(metrics)
+        self.say(f"{self._count(step)}  {self._line(found, duration(left))}".rstrip())
         if self.verbose:
             self._everything(metrics)
         elif not self._explained:
-            shown = [n for n in numbers if n.label in ("length", "mismatch", "KL to reference", "loss")]
+            shown = [n for n in found if n.label in ("length", "mismatch", "KL to reference", "loss")]
             legend = "  ".join(f"{n.label}: {meaning(n.metric)}" for n in shown)
             self._explained.add("")
             self.say(f"({legend}  drumroll train -v shows every metric.)")
@@ -101,10 +101,10 @@ class Plain(Quiet):
     def _count(self, step: int) -> str:
         return f"step {f'{step}/{self.config.steps}':<{2 * len(str(self.config.steps)) + 1}}"
 
-    def _line(self, numbers: Sequence[Number], eta: str) -> str:
+    def _line(self, found: Sequence[Number], eta: str) -> str:
         """The numbers in columns that stay where they are; a number that this step does not have leaves its column blank."""
-        texts = {number.label: number.text for number in numbers}
-        for number in numbers:
+        texts = {number.label: number.text for number in found}
+        for number in found:
             self._columns.setdefault(number.label, (rank(number), len(number.text)))
         cells: list[tuple[float, str]] = []
         for label, (place, width) in sorted(self._columns.items(), key=lambda column: column[1][0]):
@@ -178,7 +178,7 @@ class Screen(Plain):
         self.live.stop()
 
     def _show(self, metrics: Metrics) -> None:
-        for number in headline(metrics):
+        for number in numbers(metrics):
             self.numbers[number.label] = number
             self.course.setdefault(number.label, deque(maxlen=COURSE)).append(number.value)
         self.stages = {n.removeprefix("time/"): v for n, v in metrics.items() if n in STAGES} or self.stages
