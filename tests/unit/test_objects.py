@@ -86,6 +86,10 @@ def test_an_environment_is_a_class_and_an_agent_a_function_that_takes_the_endpoi
     values, _ = take(recipe(environment={"use": guess}, data={"train": {"sums": other}}), {})
     assert values["environment"]["use"] == "python:Guess"
     assert values["data"]["train"]["sums"]["environment"] == "agent:python:solve"
+    values, _ = take(recipe(environment={"use": lambda task, base_url: 0.0}), {})
+    assert values["environment"]["use"] == "agent:python:lambda"
+    values, _ = take(recipe(environment={"use": lambda size=3: guess()}), {})
+    assert values["environment"]["use"] == "python:lambda"
     values, _ = take(recipe(environment={"use": functools.partial(guess)}), {})
     assert values["environment"]["use"] == "python:Guess"
 
