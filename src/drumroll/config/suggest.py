@@ -31,9 +31,9 @@ def suggestion(top: type[BaseModel], path: Sequence[str], word: str, value: Any 
     if elsewhere:
         return f" Did you mean '{min(elsewhere, key=lambda key: key.count('.'))}'?"
     if not here or not path:
-        whole = did_you_mean(".".join([*path, word]), known)
-        if whole:
-            return whole
+        close = did_you_mean(".".join([*path, word]), known)
+        if close:
+            return close
     place = f"of {'.'.join(path)}" if path else "at the top"
     return f" Keys {place}: {', '.join(here)}." if here else " `drumroll explain` lists all keys."
 
