@@ -52,7 +52,7 @@ def test_machine_is_asked_without_heavy_imports_where_there_is_no_gpu(tmp_path):
 def test_an_unknown_check_is_one_sentence(drumroll):
     code, _, err = drumroll("check", "machin")
     assert code == 2
-    assert "No such command 'machin'" in err
+    assert "'machin' is neither a recipe, nor an environment" in err
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_a_dry_run_finds_what_does_not_exist(drumroll, recipe, tmp_path):
     (tmp_path / "gone.jsonl").write_text('{"prompt": "1+2="}\n')
     mistake(dry(data=gone), "lacks the column 'answer', which reward 'exact' needs", "gone.jsonl:1; 1 of 1 rows")
     code, out, _ = dry("--no-files", data=gone, model="./nowhere")
-    assert (code, "# warning: model: there is no directory ./nowhere." in out) == (0, True)
+    assert (code, "# warning: model: there is no directory ./nowhere, " in out) == (0, True)
     mistake(drumroll("train", recipe(), "--no-files"), "--no-files is for --dry-run")
     assert not (tmp_path / "runs").exists()
 

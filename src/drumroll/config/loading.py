@@ -203,7 +203,7 @@ def _sentence(location: list[str], error: ErrorDetails, top: type[RunConfig], or
         return f"{message}."
     named = message if message.startswith(f"{location[0]}.") else f"{key}: {message[0].lower()}{message[1:]}"
     given, said = error["input"], error["type"] == "value_error"  # our own sentences name what they are about
-    shown = "" if said and (isinstance(given, dict) or f"{given}" in message) else f", got {given!r}"
+    shown = "" if said and (isinstance(given, dict) or (isinstance(given, str) and given in message)) else f", got {given!r}"
     return f"{where}{named}{shown}".rstrip(".") + "." * (not named.endswith("?") or bool(shown))
 
 
