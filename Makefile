@@ -6,7 +6,7 @@ SEED   ?= 0
 PEERS  := trl ifeval gem openenv inspect lm-eval trackio
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help quickstart test test-busy test-slow test-peers record-peers soak check format smollm2 tiny tiny-even multi-domain \
+.PHONY: help quickstart test test-busy test-slow test-peers record-peers soak check format smollm2 tiny tiny-even tiny-moe multi-domain \
 	frozen-lake sokoban webshop long-context multi-domain-smollm2 frozen-lake-smollm2 sokoban-smollm2 webshop-smollm2 bench bench-env \
 	peers vllm system clean
 .DEFAULT_GOAL := help
@@ -48,12 +48,13 @@ format: $(VENV)/installed-dev ## format the code
 smollm2: $(VENV)/installed-dev ## bring SmolLM2-135M-Instruct into the cache as a Hugging Face directory
 	$(BIN)/python -m drumroll.models.smollm2
 
-tiny tiny-even: $(VENV)/installed
+tiny tiny-even tiny-moe: $(VENV)/installed
 	$(BIN)/drumroll train recipes/tiny-weak/recipe.yaml name=$@-weak model=$@-random seed=$(SEED) --overwrite
 	$(BIN)/python -m drumroll.models.tiny $@ runs/$@-weak/model
 
 tiny: ## make the built-in tiny model anew
 tiny-even: ## make the built-in model with an even number of heads anew
+tiny-moe: ## make the built-in mixture of experts anew
 
 multi-domain: $(VENV)/installed-dev system ## five domains at once: make the start model and the judge, then train
 	$(BIN)/drumroll train recipes/multi-domain/judge.yaml seed=$(SEED) --overwrite

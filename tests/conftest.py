@@ -133,6 +133,26 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Corouti
     return Killer
 
 
+@pytest.fixture
+def survives_a_kill(killer: Any, kill: Any, untimed: Any) -> Callable[[dict[str, Any]], None]:
+    """Check that a run whose actor loses a rank ends in one sentence, and goes on as the run that nobody killed."""
+    import drumroll
+    from drumroll.errors import DrumrollError
+
+    async def strike(workers: Any) -> None:
+        await asyncio.sleep(0.3)
+        await kill(workers.actor, 1)
+
+    def check(recipe: dict[str, Any]) -> None:
+        whole = drumroll.train({**recipe, "name": "whole"})
+        with pytest.raises(DrumrollError, match="actor rank 1 is gone"):
+            drumroll.train({**recipe, "name": "killed"}, progress=killer(strike))
+        resumed = drumroll.train(resume=f"{recipe['output']}/killed")
+        assert untimed(resumed) == untimed(whole)
+
+    return check
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """One Ray of two machines, each with 8 cores and 2 made-up GPUs, for all tests: starting it takes longer than most of them."""

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 PYTEST = (sys.executable, "-m", "pytest")
-PARALLEL = ("--numprocesses", "2", "--dist", "loadgroup")
+PARALLEL = ("--numprocesses", "2", "--dist", "loadgroup", "--durations", "20", "--durations-min", "4")
 NUMERIC = tuple(
     f"tests/unit/test_{name}.py"
     for name in ("engine", "engine_models", "learner", "prefix", "algorithms", "advantages", "losses", "shaping", "batch")

@@ -1,13 +1,10 @@
 """Whole runs whose actor trains by DeepSpeed on Ray: they draw, train, publish and resume as a run of one rank does."""
 
-import asyncio
-
 import pytest
 import ray
-from quickstarts import TWO_RANKS, floors, learnt
+from quickstarts import TWO_RANKS, first_tokens, floors, learnt
 
 import drumroll
-from drumroll.errors import DrumrollError
 from drumroll.models.loading import load
 
 TWO = {"runtime": "ray", "devices": 2, "kind": "cpu", "threads": 1}
@@ -34,10 +31,6 @@ def recipe(actor, steps=2):
     }
 
 
-def first_tokens(run):
-    return {s["id"]: s["traces"][0]["tokens"] for s in run.samples if s["step"] == 1 and s["kind"] == "train"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [2, 3])
 def test_an_actor_of_deepspeed_draws_and_trains_as_one_rank(small, zero):
@@ -58,20 +51,8 @@ def test_an_actor_of_deepspeed_draws_and_trains_as_one_rank(small, zero):
 
 
 @pytest.mark.slow
-def test_a_run_whose_rank_is_killed_resumes_where_it_was(small, untimed, killer, kill):
-    """It ends in one sentence, and the resumed run is the run that nobody killed."""
-    actor = {"backend": "deepspeed", "parallel": {"shard": 2}}
-    whole = drumroll.train(small(name="whole", cluster=TWO, **recipe(actor, steps=4)))
-
-    async def strike(workers):
-        await asyncio.sleep(0.3)
-        await kill(workers.actor, 1)
-
-    changed = small(name="killed", cluster=TWO, **recipe(actor, steps=4))
-    with pytest.raises(DrumrollError, match="actor rank 1 is gone"):
-        drumroll.train(changed, progress=killer(strike))
-    resumed = drumroll.train(resume=f"{changed['output']}/killed")
-    assert untimed(resumed) == untimed(whole)
+def test_a_run_whose_rank_is_killed_goes_on(small, survives_a_kill):
+    survives_a_kill(small(cluster=TWO, **recipe({"backend": "deepspeed", "parallel": {"shard": 2}}, steps=4)))
 
 
 @pytest.mark.slow

@@ -1,18 +1,13 @@
 """Whole runs whose actor is divided over ranks on Ray: they draw, train, publish and resume as a run of one rank does."""
 
-import asyncio
-import os
-import signal
-
 import pytest
 import ray
-from quickstarts import TWO_RANKS, floors, learnt
+from quickstarts import TWO_RANKS, first_tokens, floors, learnt
 
 import drumroll
 from drumroll.config import check
 from drumroll.errors import ConfigError, DrumrollError
 from drumroll.models.loading import load
-from drumroll.workers.ray_workers import LearnerWorker
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,10 +21,6 @@ ONE = {"runtime": "ray", "devices": 1, "kind": "cpu", "threads": 1}
 TWO = ONE | {"devices": 2}
 LAYOUTS = {"shard 2": {"shard": 2}, "tensor 2": {"tensor": 2}, "context 2": {"context": 2}}
 PPO = {"preset": "ppo", "kl": 0.05}
-
-
-def first_tokens(run):
-    return {s["id"]: s["traces"][0]["tokens"] for s in run.samples if s["step"] == 1 and s["kind"] == "train"}
 
 
 def divided(parallel):
@@ -103,21 +94,18 @@ def test_vllm_holds_a_divided_actors_weights(small, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_divided_actor_whose_rank_is_killed_ends_the_run_in_one_sentence(small, killer, layout):
-    async def strike(workers):
-        await asyncio.sleep(0.5)
-        os.kill(await workers.actor.call(1, LearnerWorker.pid), signal.SIGKILL)
-
-    with pytest.raises(DrumrollError, match="actor rank 1 is gone"):
-        drumroll.train(small(cluster=TWO, **(divided(LAYOUTS[layout]) | {"steps": 200})), progress=killer(strike))
+@pytest.mark.parametrize(("layout", "model"), [*((layout, "tiny-even") for layout in LAYOUTS), ("shard 2", "tiny-moe")])
+def test_a_divided_run_whose_rank_is_killed_goes_on(small, survives_a_kill, layout, model):
+    recipe = divided(LAYOUTS[layout]) | {"model": model, "steps": 4, "deterministic": True}
+    survives_a_kill(small(cluster=TWO, **recipe))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_divided_run_learns_as_one_rank_does(tmp_path, layout):
-    found = learnt(tmp_path, *TWO_RANKS, *(f"roles.actor.parallel.{axis}={size}" for axis, size in LAYOUTS[layout].items()))
-    assert all(found[name] >= floor > 0.8 for name, floor in floors().items()), (found, floors())
+@pytest.mark.parametrize(("layout", "model"), [*((layout, "tiny-even") for layout in LAYOUTS), ("shard 2", "tiny-moe")])
+def test_a_divided_run_learns_as_one_rank_does(tmp_path, layout, model):
+    axes = (f"roles.actor.parallel.{axis}={size}" for axis, size in LAYOUTS[layout].items())
+    found = learnt(tmp_path, *TWO_RANKS, *axes, model=model)
+    assert all(found[name] >= floor > 0.8 for name, floor in floors(model).items()), (found, floors(model))
 
 
 MORTAL = """

@@ -3,7 +3,7 @@
 import megatron_on_cpu
 import pytest
 import ray
-from quickstarts import TWO_RANKS, floors, learnt
+from quickstarts import TWO_RANKS, first_tokens, floors, learnt
 
 import drumroll
 from drumroll.models.loading import load
@@ -18,10 +18,6 @@ def cluster(ray_cluster):
     ray.init(ray_cluster.address, log_to_driver=False, logging_level="ERROR", runtime_env=env)
     yield
     ray.shutdown()
-
-
-def first_tokens(run):
-    return {s["id"]: s["traces"][0]["tokens"] for s in run.samples if s["step"] == 1 and s["kind"] == "train"}
 
 
 def divided(actor):
@@ -64,3 +60,10 @@ def test_megatron_learns_as_one_rank_does(tmp_path, layout):
     axes = (f"roles.actor.parallel.{axis}={size}" for axis, size in LAYOUTS[layout].items())
     found = learnt(tmp_path, *TWO_RANKS, "roles.actor.backend=megatron", *axes)
     assert all(found[name] >= floor > 0.8 for name, floor in floors().items()), (found, floors())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_whose_rank_is_killed_goes_on(small, survives_a_kill, layout):
+    recipe = divided({"backend": "megatron", "parallel": LAYOUTS[layout]}) | {"steps": 4, "deterministic": True}
+    survives_a_kill(small(cluster=TWO, **recipe))

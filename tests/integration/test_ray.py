@@ -428,6 +428,14 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(monkeypatch):
         RayRuntime(address="127.0.0.1:9")
 
 
+def test_a_ray_that_does_not_start_is_one_sentence():
+    program = "from drumroll.workers.ray_group import RayRuntime; RayRuntime()"
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"RAY_TMPDIR": "/dev/null"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert "ClusterError: Ray did not start on this machine: " in ended.stderr
+    assert "cluster.address" in ended.stderr
+
+
 def test_the_pool_can_be_read_from_the_cluster(runtime):
     assert [(d.kind, d.node) for d in pool_of_cluster().devices] == [(Kind.CUDA, 0)] * 2 + [(Kind.CUDA, 1)] * 2
 

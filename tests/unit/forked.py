@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch.distributed
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
@@ -85,6 +86,11 @@ class RankPool:
         except BaseException:
             self.close()
             raise
+
+    def meet(self, function: Callable[..., Any], *arguments: Any, seconds: float) -> list[Any]:
+        """The same with the port of a new store, where the ranks meet, as the first argument."""
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self.run(function, store.port, *arguments, seconds=seconds)
 
     def _answers(self, seconds: float, lost: tuple[int, ...]) -> list[Any]:
         """The answer of every rank, in order. After a failure the others get a moment to tell theirs: one is the cause."""

@@ -25,3 +25,8 @@ def floors(model="tiny-even"):
     with tempfile.TemporaryDirectory() as folder:
         seeds = [learnt(folder, f"seed={seed}", f"name=seed{seed}", model=model) for seed in range(5)]
     return {name: min(each[name] for each in seeds) - SPREAD for name in seeds[0]}
+
+
+def first_tokens(run):
+    """The tokens of each training sample of step 1."""
+    return {s["id"]: s["traces"][0]["tokens"] for s in run.samples if s["step"] == 1 and s["kind"] == "train"}

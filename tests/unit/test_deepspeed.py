@@ -1,10 +1,10 @@
 """The DeepSpeed backend trains as one process does, goes on from checkpoints of any backend, and ends when a rank fails."""
 
-import contextlib
 import itertools
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import test_divided_faults as faults
@@ -12,6 +12,7 @@ import test_layout_change as layouts
 import test_parallel
 import torch
 import transformers as hf
+from forked import RankPool
 from live_memory import LiveMemory
 from test_memory import batch
 from test_parallel import FAMILIES, LIMITS, RANKS, ROLES, ReplicasDifferError, whole
@@ -368,8 +369,8 @@ def replace_sizes(config, **sizes):
 
 @pytest.fixture(scope="module")
 def both_ranks():
-    with contextlib.contextmanager(faults.both_ranks.__wrapped__)() as run:
-        yield run
+    with RankPool(2) as pool:
+        yield partial(pool.meet, seconds=faults.PATIENCE / 4)
 
 
 @pytest.fixture(scope="module")

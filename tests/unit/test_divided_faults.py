@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -175,12 +176,7 @@ def rank(number, port, layout, folder, where="", harm=fail, seconds=PATIENCE):
 def both_ranks():
     """Runs a function on two ranks that meet anew for each call."""
     with RankPool(2) as pool:
-
-        def run(function, *arguments):
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            return pool.run(function, store.port, *arguments, seconds=PATIENCE / 4)
-
-        yield run
+        yield partial(pool.meet, seconds=PATIENCE / 4)
 
 
 @pytest.fixture(scope="module")

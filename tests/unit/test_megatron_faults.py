@@ -1,6 +1,6 @@
 """A rank of Megatron-Core that fails or hangs ends the wait of its peer, and each says why."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -102,12 +102,7 @@ def failing(layout, where):
 def both_ranks():
     """Runs a function on two ranks that meet anew for each call."""
     with RankPool(2) as pool:
-
-        def run(function, *arguments):
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            return pool.run(function, store.port, *arguments, seconds=PATIENCE / 4)
-
-        yield run
+        yield partial(pool.meet, seconds=PATIENCE / 4)
 
 
 @pytest.fixture(scope="module")

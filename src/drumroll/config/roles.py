@@ -12,7 +12,7 @@ from drumroll.config.optim import OptimConfig
 from drumroll.config.section import Section
 
 Dtype = Literal["float32", "bfloat16"]
-BUILT_IN_MODELS = ("tiny", "tiny-random", "tiny-even", "tiny-even-random", "tiny-moe-random")
+BUILT_IN_MODELS = ("tiny", "tiny-random", "tiny-even", "tiny-even-random", "tiny-moe", "tiny-moe-random")
 """Models that ship with the package (`models/tiny.py`)."""
 
 
@@ -94,7 +94,7 @@ class ActorRole(Section):
     """The policy being trained."""
 
     model: str | None = None
-    """Model of this role: a built-in (tiny, tiny-even, tiny-random, tiny-even-random, tiny-moe-random), a Hugging Face directory or hub id. Default: the top-level `model`."""
+    """Model of this role: a built-in (tiny, tiny-even, tiny-random, tiny-even-random, tiny-moe, tiny-moe-random), a Hugging Face directory or hub id. Default: the top-level `model`."""
     backend: Annotated[str, AfterValidator(known_learner)] = "torch"
     """What trains it, divided over its devices as `parallel` says. `torch`: plain PyTorch. `megatron`: Megatron-Core, for pipelines and experts. `deepspeed`: ZeRO. Or your own as `module:function`."""
     devices: Devices = None

@@ -79,7 +79,7 @@ class RunConfig(Section):
     output: str = "runs"
     """Directory that holds run directories."""
     model: str = "tiny"
-    """Model of all roles that name none: a built-in (tiny, tiny-even, tiny-random, tiny-even-random, tiny-moe-random), a Hugging Face directory or hub id."""
+    """Model of all roles that name none: a built-in (tiny, tiny-even, tiny-random, tiny-even-random, tiny-moe, tiny-moe-random), a Hugging Face directory or hub id."""
     roles: RolesConfig = RolesConfig()
     """Each role with its own model, backend and device."""
     cluster: ClusterConfig = ClusterConfig()

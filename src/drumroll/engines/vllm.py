@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class VllmEngine:
-    """Implements `Engine` with vLLM. `model` is `tiny`, `tiny-even`, a Hugging Face directory or a hub id.
+    """Implements `Engine` with vLLM. `model` is a built-in, a Hugging Face directory or a hub id.
 
     `options` are fields of vLLM's `AsyncEngineArgs` (tensor_parallel_size, pipeline_parallel_size,
     enable_expert_parallel, enable_prefix_caching, enable_lora, max_lora_rank, dtype, gpu_memory_utilization, ...). They

@@ -1,6 +1,6 @@
 """From a model's name to a module under our attention, and its tokenizer.
 
-A name is a built-in (`tiny`, `tiny-even`), a local Hugging Face directory, or a hub id. What goes wrong here is the user's
+A name is a built-in (`tiny`, `tiny-even`, `tiny-moe`), a local Hugging Face directory, or a hub id. What goes wrong here is the user's
 to fix, so every failure says what was looked for and what to do offline.
 """
 

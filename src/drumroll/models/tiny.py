@@ -3,7 +3,7 @@
 They exist so that the whole loop runs anywhere in minutes, and they are the test double of the project: real
 models through the real code, never a mock. `recipes/tiny-weak` makes the shipped ones by supervised training.
 `tiny` has 5 heads; `tiny-even` has 4 heads and 2 key-value heads, so that 2 devices can share every layer.
-`tiny-moe-random` is a Qwen3-MoE: 8 experts, of which a token visits 2, hold seven eighths of its parameters.
+`tiny-moe` is a Qwen3-MoE: 8 experts, of which a token visits 2, hold seven eighths of its parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 ALPHABET = string.ascii_lowercase + string.ascii_uppercase + string.digits + " +-*/=<>()[]{}.,:;!?#_|@%&'\"\n"
-SHIPPED = {name: Path(__file__).parent / "shipped" / name for name in ("tiny", "tiny-even")}
+SHIPPED = {name: Path(__file__).parent / "shipped" / name for name in ("tiny", "tiny-even", "tiny-moe")}
 """Directories of the trained models, by name."""
 RANDOM = {
     "tiny-random": {"hidden": 160, "heads": 5, "key_value_heads": 5},

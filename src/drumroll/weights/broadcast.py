@@ -20,7 +20,7 @@ from typing_extensions import override
 from drumroll.processes import accelerator
 from drumroll.processes.rendezvous import LOOPBACK, device_group, gloo_group, gloo_options, meeting, steer_collectives
 from drumroll.weights import AS_IS, BUCKET, Meeting, Packing
-from drumroll.weights.stream import SLOTS, Channel, Header, Link, StreamReceiver, StreamSender
+from drumroll.weights.stream import KEPT, SLOTS, Channel, Header, Link, StreamReceiver, StreamSender
 
 
 class _Broadcast(Channel):
@@ -43,7 +43,7 @@ class _Broadcast(Channel):
             return device_group(self.device, store, rank, wanted.size, timedelta(seconds=wanted.seconds))
 
     def _buffer(self, index: int, size: int) -> Tensor:
-        """Return a slot's memory; main memory is kept, because fresh pages cost more than a copy."""
+        """Return a slot's memory."""
         buffer = self._buffers.get(index % SLOTS)
         if buffer is None or len(buffer) < size:
             self._buffers.pop(index % SLOTS, None)
@@ -93,7 +93,7 @@ class _Broadcast(Channel):
     @override
     def trim(self) -> None:
         kept = self._buffers.items() if self.device == "cpu" else ()
-        self._buffers = {index: buffer for index, buffer in kept if len(buffer) <= self.bucket}
+        self._buffers = {index: buffer for index, buffer in kept if len(buffer) <= KEPT * self.bucket}
 
     @override
     def close(self) -> None:

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from drumroll.processes.rendezvous import LOOPBACK
 from drumroll.weights import AS_IS, BUCKET, Meeting, Packing, WeightSyncError
-from drumroll.weights.stream import SLOTS, Channel, Header, Link, StreamReceiver, StreamSender
+from drumroll.weights.stream import KEPT, SLOTS, Channel, Header, Link, StreamReceiver, StreamSender
 
 
 class _Slot:
@@ -105,8 +105,8 @@ class _SharedMemory(Channel):
 
     @override
     def trim(self) -> None:
-        self._maps = {where: mapped for where, mapped in self._maps.items() if len(mapped) <= self.bucket}
-        for index in [index for index, slot in self._slots.items() if len(slot.data) > self.bucket]:
+        self._maps = {where: mapped for where, mapped in self._maps.items() if len(mapped) <= KEPT * self.bucket}
+        for index in [index for index, slot in self._slots.items() if len(slot.data) > KEPT * self.bucket]:
             self._slots.pop(index).close()
 
     @override

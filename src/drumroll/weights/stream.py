@@ -38,6 +38,8 @@ from drumroll.weights import (
 
 SLOTS = 2
 """Buckets of memory on each side: one is packed or read while the other travels."""
+KEPT = 8
+"""Main memory of up to so many buckets is kept for the next version: fresh pages cost more than a copy."""
 LOOK = 8
 """Milliseconds at most between two looks for the receivers' answers."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -158,7 +160,7 @@ class Channel(ABC):
 
     @abstractmethod
     def trim(self) -> None:
-        """Free memory that is not worth keeping until the next version: buckets that one large tensor made larger."""
+        """Free memory that is not worth keeping until the next version: that of a very large tensor."""
 
     @abstractmethod
     def close(self) -> None:

@@ -253,6 +253,11 @@ def _connect(address: str | None, pool: Pool | None, namespace: str) -> None:
     remote, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False  # else it listens on all addresses
     try:
         ray.init("local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+    except Exception as error:  # Ray raises nothing narrower if its processes do not start in time
+        why = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ClusterError(
+            f"Ray did not start on this machine: {why}. Try again when it is less busy, or start Ray yourself and set cluster.address."
+        ) from error
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = remote
     _guard_agents()
