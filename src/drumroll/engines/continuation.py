@@ -134,6 +134,7 @@ class Continuation:
                 [*[0.0] * len(inserted), *part.logprobs],
                 [*[-1] * len(inserted), *part.versions],
                 part.stop,
+                [*[[]] * len(inserted), *part.top] if part.top else [],
             )
         before = self.written.tokens
         end = self._stop_end(before, part, len(inserted))

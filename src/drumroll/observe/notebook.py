@@ -58,7 +58,7 @@ class Notebook(Quiet):
         step = int(self._rows[-1]["step"]) if self._rows else 0
         rest = (time.monotonic() - self._began) / max(1, step - self._first) * (self.steps - step)
         state = ending or f"step {step} of {self.steps}" + (f", about {rest:.0f} s left" if step > self._first else "")
-        shown = " · ".join(f"{n.label} {n.text.strip()}" for n in headline(self._rows[-1])) if self._rows else ""
+        shown = " · ".join(f"{name} {value}" for name, value in headline(self._rows[-1])) if self._rows else ""
         lines = "".join(f"<div>{escape(line)}</div>" for line in (shown, *self._notices))
         bar = f'<progress value="{step}" max="{max(1, self.steps)}"></progress> {escape(state)}'
         return f"<div>{bar}{lines}{plot(self._rows, ()).svg if len(self._rows) > 1 else ''}</div>"
