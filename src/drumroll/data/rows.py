@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from drumroll.config.data import DatasetConfig
 from drumroll.data.layouts import arrange
+from drumroll.data.runs import is_run, pairs
 from drumroll.data.split import Row
 from drumroll.errors import DataError, MissingExtra
 from drumroll.registry import import_path
@@ -102,6 +103,8 @@ def _kind(source: str) -> Callable[..., Any]:
         return _read_hub
     if source.startswith(GYM):
         return _read_gym
+    if is_run(path):
+        return _read_run
     if path.is_dir():
         return _read_directory
     if ":" in source and not path.exists():
@@ -124,6 +127,10 @@ def _read_gym(name: str, config: DatasetConfig, seed: int) -> Iterator[Row]:
     from drumroll.data.reasoning import problems
 
     return problems(name, config.source.removeprefix(GYM), config.split, seed, config.args)
+
+
+def _read_run(name: str, config: DatasetConfig, seed: int) -> list[Row]:
+    return pairs(Path(config.source).expanduser())
 
 
 def _call(name: str, config: DatasetConfig, seed: int) -> list[Row] | Iterator[Row]:
