@@ -100,8 +100,9 @@ class PreferenceReader:
             answer = dialogue(prompt.content + answer)[len(content) :]
         if isinstance(answer, str):
             answer = [{"role": "assistant", "content": answer}]
-        turns = [dict(turn) for turn in answer if isinstance(turn, Mapping) and isinstance(turn.get("content"), str)]
-        if len(turns) < len(answer) or not turns or turns[0]["role"] != "assistant":
+        given = answer if isinstance(answer, Sequence) else ()
+        turns = [dict(turn) for turn in given if isinstance(turn, Mapping) and isinstance(turn.get("content"), str)]
+        if len(turns) < len(given) or not turns or turns[0]["role"] != "assistant":
             raise BadRow(
                 f"{reader.name}: an answer must be a text, or messages of which the assistant's is first, got {answer!r:.80}."
             )
