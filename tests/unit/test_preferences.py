@@ -72,7 +72,7 @@ def slow(config, answers):
     return total / count
 
 
-numbers = st.floats(-4, 0)
+numbers = st.integers(-256, 0).map(lambda n: n / 64)  # sums are exact, so that ties are ties in any order
 answer = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=6).map(lambda each: tuple(zip(*each, strict=True)))
 pairs = st.lists(st.tuples(answer, answer), min_size=1, max_size=5)
 
