@@ -78,7 +78,7 @@ def test_a_killed_run_equals_its_uninterrupted_twin(recipe, untimed, loss, tmp_p
     common = {"deterministic": True, "steps": 12, "checkpoint": {"every": 2}, "loss": loss}
     whole = package.train(recipe(name="whole", **common))
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe(name="twin", **common)))
+    path.write_text(yaml.safe_dump(recipe(name="twin", **common), sort_keys=False))
     process = subprocess.Popen([sys.executable, "-m", "drumroll", "train", str(path), "--quiet"])
     metrics, deadline = tmp_path / "runs/twin/metrics.jsonl", time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") > 4):
@@ -165,6 +165,8 @@ def test_the_dry_run_shows_a_pair_with_its_trained_tokens(recipe, drumroll, tmp_
     assert lines[1].endswith("=" + "".join(f"[{c}]" for c in lines[1].split("=")[1].strip("[]").split("][")))
     assert lines[2].startswith("# rejected:")
     assert "# 2 steps × 6 pairs = 12 pairs" in out
+    code, out, _ = drumroll("check", str(path))
+    assert (code, "chosen:" in out) == (0, True)
     code, out, _ = drumroll("explain", "beta", "--pipeline", "dpo")
     assert (code, "default: 0.1" in out) == (0, True)
 

@@ -118,7 +118,14 @@ class Comparison:
                 batch = await self._with_policy(await self.compared(packed(each.groups, pairs=self.pairs)))
                 found = await self.workers.batch_builder.call(0, BatchBuilder.measure, batch, loss, unit_mean)
                 metrics |= {f"eval/{name}/{k}": v for k, v in found.items() if k != "entropy" and not k.startswith(ONLY_RL)}
+                metrics |= margin(metrics, f"eval/{name}/")
         return metrics
+
+
+def margin(metrics: Metrics, area: str) -> Metrics:
+    """For rated answers: the difference of the mean rewards of good and bad ones, if both are there."""
+    good, bad = metrics.get(f"{area}reward_chosen"), metrics.get(f"{area}reward_rejected")
+    return {} if good is None or bad is None or f"{area}margin" in metrics else {f"{area}margin": good - bad}
 
 
 async def train(session: Session, config: PreferenceConfig, parts: Parts) -> None:
@@ -150,7 +157,7 @@ async def train(session: Session, config: PreferenceConfig, parts: Parts) -> Non
             await workers.publish(session.step + 1)
         metrics = {k: v for k, v in metrics.items() if not k.startswith(tuple(f"train/{name}" for name in ONLY_RL))}
         estimate = {} if comparison.pairs else {"train/kl": loss.kl}
-        await session.commit(metrics | estimate | rows.metrics())
+        await session.commit(metrics | estimate | margin(metrics, "train/") | rows.metrics())
     await session.finish()
 
 
