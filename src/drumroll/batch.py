@@ -104,6 +104,12 @@ class Batch:
         """[tokens] the sample that each token belongs to."""
         return self.sample_of[self.trace_of_token()]
 
+    def unit_of_token(self) -> tuple[Tensor, int]:
+        """[tokens] the unit that each token belongs to, numbered within this batch, and the number of units."""
+        units = self.sample_of if self.unit_of is None else self.unit_of[self.sample_of]
+        found, of_trace = units.unique(return_inverse=True)
+        return of_trace[self.trace_of_token()], len(found)
+
     def policy_lengths(self) -> Tensor:
         """[samples] number of tokens that the policy wrote, trained or not: what a length penalty speaks of."""
         return self._count(self.owned)
@@ -166,12 +172,13 @@ class Batch:
         return Tree(self.tokens[kept], node_of, paths)
 
     def units(self) -> list[Family]:
-        """Traces by unit, in order; only with `unit_of`."""
+        """Traces by unit, in order, with the prefix that all of them share; only with `unit_of`."""
         assert self.unit_of is not None
+        prefixes = {frozenset(family.traces): family.prefix for family in self.families()}
         found: dict[int, list[int]] = {}
         for trace, unit in enumerate(self.unit_of[self.sample_of].tolist()):
             found.setdefault(unit, []).append(trace)
-        return [Family(traces, 0) for traces in found.values()]
+        return [Family(traces, prefixes.get(frozenset(traces), 0)) for traces in found.values()]
 
     def chunks(self, size: int) -> list[list[int]]:
         """Trace indices in minibatches of `size` samples, in order. A unit goes where its first sample goes."""

@@ -256,7 +256,10 @@ def check() -> None:
 @click.argument("recipe", type=click.Path())
 @click.argument("overrides", nargs=-1, type=Override())
 def check_recipe(recipe: str, overrides: tuple[str, ...]) -> None:
-    """Whether a RECIPE's rewards tell right from wrong, and whether its start model has something to learn from."""
+    """Whether a RECIPE's rewards tell right from wrong, and whether its start model has something to learn from.
+
+    Without rollouts: whether its data and parts exist, and the first row with the tokens that are trained.
+    """
     import asyncio
 
     from rich.console import Console
@@ -266,7 +269,11 @@ def check_recipe(recipe: str, overrides: tuple[str, ...]) -> None:
 
     config = load(recipe, overrides).config
     if not config.has_rollouts():
-        raise DrumrollError(f"only reinforcement learning has rewards to check; this recipe is pipeline: {config.pipeline}.")
+        from drumroll.checks.dry_run import resolve
+
+        for line in resolve(config):
+            click.echo(line)
+        return
     found = asyncio.run(preflight(config, lambda text: click.echo(text, err=True)))
     for table in preflight_tables(found):
         Console().print(table)

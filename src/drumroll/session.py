@@ -86,6 +86,7 @@ class Session:
         self._stage_times: Metrics = {}
         self._peaks: Metrics = {}
         self._resumable: dict[str, Resumable] = {}
+        self._measures: list[Callable[[], Coroutine[Any, Any, Metrics]]] = []
         self._stopping = False
         self._told: set[str] = set()
         self.hints = Hints(run, run.config, progress.notice)
@@ -103,6 +104,10 @@ class Session:
     def watch(self, **parts: Resumable) -> None:
         """Keep these parts' places in checkpoints."""
         self._resumable |= parts
+
+    def measure(self, function: Callable[[], Coroutine[Any, Any, Metrics]]) -> None:
+        """Call a function with every evaluation; its metrics are the evaluation's too."""
+        self._measures.append(function)
 
     @asynccontextmanager
     async def stage(self, name: str) -> AsyncGenerator[None]:
@@ -240,15 +245,19 @@ class Session:
     # --- evaluation and checkpoints ---
 
     async def _evaluate(self) -> Metrics:
-        if self.evaluator is None:
-            return {}
-        async with self.stage("eval"):
-            metrics, samples = await self.evaluator.run(self.step)
-        self.run.write_rollouts("eval", self.step, samples)
-        self.callbacks.samples(self.step, "eval", samples)
-        self.callbacks.eval(self.step, metrics)
-        self.trackers.show(self.step, "eval", samples)
-        self._complain(samples)
+        metrics: Metrics = {}
+        if self.evaluator is not None:
+            async with self.stage("eval"):
+                metrics, samples = await self.evaluator.run(self.step)
+            self.run.write_rollouts("eval", self.step, samples)
+            self.callbacks.samples(self.step, "eval", samples)
+            self.trackers.show(self.step, "eval", samples)
+            self._complain(samples)
+        for measure in self._measures:
+            async with self.stage("eval"):
+                metrics |= await measure()
+        if metrics:
+            self.callbacks.eval(self.step, metrics)
         return metrics
 
     def _complain(self, samples: Sequence[Sample]) -> None:

@@ -11,12 +11,14 @@ from torch import Tensor
 from drumroll.algorithms.advantages import ESTIMATORS, Scores, TurnScores
 from drumroll.algorithms.aggregations import Shares
 from drumroll.algorithms.losses import LOSSES, PolicyLoss, ValueLoss, kl_divergence
+from drumroll.algorithms.preferences import PreferenceLoss
 from drumroll.algorithms.shaping import FLAT, KLPenalty, Normaliser, shape, shape_alone
 from drumroll.algorithms.statistics import means_of, sums_by, whiten
 from drumroll.batch import Batch, Turns
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.errors import AlgorithmError, ConfigError
 
+__all__ = ["GREEDY", "OLD", "REFERENCE", "TEACHER", "VALUES", "Algorithm", "PreferenceLoss"]
 OLD, REFERENCE, TEACHER, VALUES, GREEDY = "old log-probs", "reference", "teacher", "values", "greedy"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from drumroll.batch import Batch
@@ -34,6 +35,13 @@ def sequence_mean(batch: Batch, longest: int = 1) -> Tensor:
 def sequence_sum(batch: Batch, longest: int = 1) -> Tensor:
     """The sum over a sample's tokens, averaged over samples."""
     return batch.mask.float() / _samples(batch)
+
+
+def unit_mean(batch: Batch, longest: int = 1) -> Tensor:
+    """Every unit (a pair) counts the same, and so does every token within it."""
+    unit, units = batch.unit_of_token()
+    lengths = torch.zeros(units, dtype=torch.int64).index_add_(0, unit, batch.mask.to(torch.int64))
+    return batch.mask.float() / lengths.clamp_min(1)[unit] / (lengths > 0).sum().clamp_min(1)
 
 
 def fixed_length(batch: Batch, longest: int = 1) -> Tensor:

@@ -23,6 +23,7 @@ from drumroll.envs.runner import find as find_environment
 from drumroll.errors import ConfigError, DataError, DrumrollError, HubError, ModelError, user_frames
 from drumroll.models.loading import find as find_model
 from drumroll.models.loading import load_tokenizer
+from drumroll.pipelines import find_pipeline
 from drumroll.registry import import_path
 from drumroll.rewards import Rewards
 from drumroll.rollout.filters import find_filter
@@ -97,6 +98,10 @@ def _prompt(config: RunConfig, files: bool, required: RequiredColumns, missing: 
             own = renderer and renderer.given(dataset.template, f"{check.name}.template")
             shown = _episode(own, scene, row) if scene else _text(own, content, dataset)
             yield from (f"  {line}" for line in shown.splitlines())
+    show = find_pipeline(config.pipeline).show
+    if show is not None and renderer is not None and readable:
+        here = config.data.model_copy(update={"train": readable, "mixture": None})
+        yield from show(config.model_copy(update={"data": here}), renderer)
 
 
 def _template(config: RunConfig, renderer: Renderer) -> Iterator[str]:

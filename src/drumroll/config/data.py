@@ -13,7 +13,7 @@ class DatasetConfig(Section):
     """One source of rows."""
 
     source: str
-    """A file (.jsonl, .json, .csv, .parquet), a directory of them or one saved by `datasets`, a dataset of the Hugging Face hub (`hf:owner/name`), a task of reasoning-gym (`reasoning_gym:chain_sum`), or `module:function` that yields rows: `function(split, seed, **args)`. From Python also the rows themselves: a list, a DataFrame, a `datasets.Dataset`."""
+    """A file (.jsonl, .json, .csv, .parquet), a directory of them or one saved by `datasets`, a run directory (preferences: the best against the worst answer of each group), a dataset of the Hugging Face hub (`hf:owner/name`), a task of reasoning-gym (`reasoning_gym:chain_sum`), or `module:function` that yields rows: `function(split, seed, **args)`. From Python also the rows themselves: a list, a DataFrame, a `datasets.Dataset`."""
     args: dict[str, Any] = {}
     """Arguments of a function or a reasoning-gym task; for the hub `config` and whatever `datasets.load_dataset` takes."""
     split: str = "train"

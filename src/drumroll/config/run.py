@@ -110,7 +110,7 @@ class RunConfig(Section):
     import_from: list[str] = []
     """Directories where `module:function` is looked up. The recipe's directory and the current one are added."""
     pipeline: str = "rl"
-    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `module:NAME` is a pipeline of your own."""
+    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `module:NAME` is a pipeline of your own."""
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from drumroll.config.data import DatasetConfig
+from drumroll.data.preference_layouts import preference
 from drumroll.data.split import Row
 from drumroll.errors import BadRow
 
@@ -26,6 +27,8 @@ def arrange(name: str, config: DatasetConfig, row: Any) -> Any:
     try:
         row = LAYOUTS[config.layout](row)
         row = row | {new: pick(row, path) for new, path in config.columns.items()}
+        if config.layout in ("auto", "trl"):
+            row = preference(row)
         if config.tag is not None or config.tags:
             value = str(pick(row, config.tag or "domain"))
             row = row | {"domain": config.tags.get(value, value)}

@@ -18,7 +18,7 @@ from drumroll.data.split import Row, stream
 from drumroll.errors import DataError, did_you_mean
 
 __all__ = [
-    "choices", "demonstrations", "functions", "instructions", "orders", "programs", "questions", "quizzes", "reversal", "sums",
+    "choices", "demonstrations", "functions", "instructions", "orders", "preferences", "programs", "questions", "quizzes", "reversal", "sums",
 ]  # fmt: skip
 
 
@@ -77,6 +77,16 @@ def demonstrations(split: str, seed: int, task: str, flawed: float, ramp: int = 
     if task not in TASKS:
         raise DataError(f"there is no task '{task}'; choose one of {', '.join(TASKS)}.{did_you_mean(task, TASKS)}")
     return _teach(TASKS[task](split, seed, **args), random.Random(f"teacher/{task}/{seed}"), flawed, ramp)
+
+
+def preferences(split: str, seed: int, task: str, wrong: float = 0.0, **args: Any) -> Iterator[Row]:
+    """Pairs of the right answer and the flawed teacher's, which is chosen in a share `wrong` of them."""
+    if task not in TASKS:
+        raise DataError(f"there is no task '{task}'; choose one of {', '.join(TASKS)}.{did_you_mean(task, TASKS)}")
+    rng = random.Random(f"judge/{task}/{seed}")
+    for row in TASKS[task](split, seed, **args):
+        first, second = (row["flawed"], row["answer"]) if rng.random() < wrong else (row["answer"], row["flawed"])
+        yield {**row, "chosen": first, "rejected": second}
 
 
 def _teach(rows: Iterator[Row], rng: random.Random, flawed: float, ramp: int) -> Iterator[Row]:

@@ -14,6 +14,7 @@ from typing import Any
 from drumroll.config.data import DatasetConfig
 from drumroll.data.given import Table, arrow_rows, given_rows
 from drumroll.data.layouts import arrange
+from drumroll.data.runs import is_run, pairs
 from drumroll.data.split import Row
 from drumroll.errors import DataError, MissingExtra
 from drumroll.objects import PREFIX
@@ -85,6 +86,8 @@ def _kind(source: str) -> Callable[..., Any]:
         return _read_hub
     if source.startswith(GYM):
         return _read_gym
+    if is_run(path):
+        return _read_run
     if path.is_dir():
         return _read_directory
     if ":" in source and not path.exists():
@@ -111,6 +114,10 @@ def _read_gym(name: str, config: DatasetConfig, seed: int) -> Iterator[Row]:
 
 def _given(name: str, config: DatasetConfig, seed: int) -> Sequence[Row]:
     return given_rows(name, import_path(config.source, f"{name}.source"), config.split)
+
+
+def _read_run(name: str, config: DatasetConfig, seed: int) -> list[Row]:
+    return pairs(Path(config.source).expanduser())
 
 
 def _call(name: str, config: DatasetConfig, seed: int) -> list[Row] | Iterator[Row]:

@@ -103,6 +103,8 @@ class Reader:
     required: RequiredColumns
     environment: EnvironmentConfig = NONE
     stream: str = ""
+    at: int = 0
+    """The number of the last row, from 0."""
 
     def __post_init__(self) -> None:
         self.check = RowCheck(self.name, self.config, self.required, self.environment)
@@ -110,6 +112,7 @@ class Reader:
 
     def prompt(self, row: Row, number: int) -> Prompt:
         """One row as a prompt."""
+        self.at = number
         domain, content, row, scene = self.check(row, number)
         if scene is not None:
             return Prompt(Prompt.stable_id([domain, content, row]), domain, content, (), row, self.stream, scene)

@@ -78,7 +78,7 @@ class LogProbHead:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         assert not isinstance(loss, ValueLoss)
         logprobs, entropy = numbers
-        device = logprobs.device
+        device, units = logprobs.device, None if micro.unit_of is None else micro.unit_of_token()
         old, advantages = trained(micro, micro.old, device), trained(micro, micro.advantages, device)
         tokens = Tokens(
             logprobs=logprobs,
@@ -91,6 +91,8 @@ class LogProbHead:
             sequence=send(micro.trace_of_token()[micro.mask], device),
             sequences=micro.num_traces,
             rewards=send(micro.rewards[micro.sample_of_token()][micro.mask], device),
+            unit=None if units is None else send(units[0][micro.mask], device),
+            units=None if units is None else units[1],
         )
         per_token, diagnostics = loss(tokens)
         now = logprobs.detach()

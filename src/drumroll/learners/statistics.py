@@ -22,7 +22,7 @@ SPREAD = frozenset({"ratio", "behaviour_ratio"})
 
 @dataclass
 class Statistics:
-    """What one rank saw in an update. `columns` have a value for each trained token."""
+    """What one rank saw in an update. `columns` have a value for each trained token, or for each unit."""
 
     area: str = "train"  # of the metrics' names
     loss: float = 0.0
@@ -74,6 +74,8 @@ class Statistics:
         found["lr"] = self.steps[-1][1] if self.steps else 0.0
         for name, parts in self.columns.items():
             column = torch.cat(parts)
+            if not len(column):  # no good, or no bad, answer among those rated
+                continue
             found[name] = float(column.max() if name == "mismatch" else column.mean())
             if name in SPREAD:
                 found[f"{name}_max"] = float(column.max())

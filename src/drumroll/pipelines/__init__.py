@@ -12,12 +12,13 @@ To add a pipeline, write three things and tie them together in a `Pipeline`, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from drumroll.config import RunConfig
 from drumroll.config.pipelines import CONFIGS
+from drumroll.data.render import Renderer
 from drumroll.errors import ConfigError
 from drumroll.registry import import_path
 from drumroll.session import Session
@@ -34,6 +35,8 @@ class Pipeline(Generic[C, P]):
     config: type[C]
     open: Callable[[C, Workers], P]
     train: Callable[[Session, C, P], Coroutine[Any, Any, None]]
+    show: Callable[[C, Renderer], Iterator[str]] | None = None
+    """Yields the first training row as it is trained on, for `--dry-run`."""
 
 
 def find_pipeline(name: str) -> Pipeline[Any, Any]:

@@ -5,14 +5,17 @@ It remembers nothing between calls: what an algorithm's parts remember travels w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from drumroll.algorithms import Algorithm
+from drumroll.algorithms.losses import Loss
 from drumroll.batch import Batch, pack
 from drumroll.learners import Statistics, Update
+from drumroll.learners.heads import LogProbHead
 from drumroll.learners.statistics import merge
 from drumroll.sample import Group, Version
 
@@ -53,6 +56,24 @@ class BatchBuilder:
     def actor_work(self, batch: Batch, temperature: float, idle: bool) -> Update:
         """The policy's update."""
         return Update(batch, self.algorithm.loss, self.algorithm.aggregate, temperature, idle)
+
+    def work(self, batch: Batch, loss: Loss, aggregate: Callable[[Batch], Tensor]) -> Update:
+        """An update by a loss of a pipeline's own."""
+        return Update(batch, loss, aggregate)
+
+    def measure(self, batch: Batch, loss: Loss, aggregate: Callable[[Batch], Tensor]) -> dict[str, float]:
+        """The loss and its diagnostics on a batch whose log-probs are known, without an update."""
+        assert batch.old is not None
+        now = batch.old[batch.mask]
+        per_token, columns = LogProbHead().loss(loss, (now, torch.zeros_like(now)), batch, moved=False)
+        found = {name: float(column.mean()) for name, column in columns.items() if len(column)}
+        return {"loss": float((per_token * aggregate(batch)[batch.mask]).sum()), **found}
+
+    def divergence(self, batch: Batch) -> float:
+        """The mean over samples of the log-probability under the policy over that under the reference."""
+        assert batch.old is not None
+        assert batch.reference is not None
+        return float((batch.old - batch.reference)[batch.mask].double().sum()) / batch.num_samples
 
     def metrics(self, *parts: Statistics) -> dict[str, float]:
         """The metrics of an update, from what one rank of each share saw."""

@@ -28,6 +28,8 @@ class Tokens:
     rewards: Tensor | None = None  # of the token's sample
     teacher: Tensor | None = None
     sequences: int | None = None  # at most so many; the host knows it, and else would wait for the device to count them
+    unit: Tensor | None = None  # which unit (pair) of the micro-batch a token belongs to; None if the batch has no units
+    units: int | None = None  # how many
 
     def ratio(self) -> Tensor:
         """Probability now over probability before the update."""
