@@ -1,8 +1,9 @@
 """The config: YAML or a mapping in, a frozen and fully checked object out."""
 
+from drumroll.config.distill import DistillConfig
 from drumroll.config.loading import Loaded, check, dump, load
 from drumroll.config.rl import RLConfig
 from drumroll.config.run import RunConfig
 from drumroll.config.sft import SFTConfig
 
-__all__ = ["Loaded", "RLConfig", "RunConfig", "SFTConfig", "check", "dump", "load"]
+__all__ = ["DistillConfig", "Loaded", "RLConfig", "RunConfig", "SFTConfig", "check", "dump", "load"]

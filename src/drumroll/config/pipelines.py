@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from drumroll.config.distill import DistillConfig
 from drumroll.config.rl import RLConfig
 from drumroll.config.run import RunConfig
 from drumroll.config.sft import SFTConfig
@@ -11,7 +12,7 @@ from drumroll.errors import ConfigError, did_you_mean
 from drumroll.registry import import_path, search
 
 DEFAULT = "rl"
-CONFIGS: dict[str, type[RunConfig]] = {DEFAULT: RLConfig, "sft": SFTConfig}
+CONFIGS: dict[str, type[RunConfig]] = {DEFAULT: RLConfig, "sft": SFTConfig, "distill": DistillConfig}
 """The built-in pipelines; `pipelines/<name>.py` implements each. Their configs are here so that reading one needs no torch."""
 
 

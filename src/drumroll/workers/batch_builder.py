@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from drumroll.algorithms import Algorithm
-from drumroll.batch import Batch, pack
-from drumroll.learners import Statistics, Update
+from drumroll.algorithms.losses import Loss
+from drumroll.batch import Batch, join, pack
+from drumroll.learners import Aggregation, Statistics, Update
 from drumroll.learners.statistics import merge
 from drumroll.sample import Group, Version
 
@@ -50,9 +51,14 @@ class BatchBuilder:
         """Metrics of the last batch, and what the parts remember after it."""
         return self.algorithm.metrics, self.algorithm.state()
 
-    def actor_work(self, batch: Batch, temperature: float, idle: bool) -> Update:
-        """The policy's update."""
+    def actor_work(self, batch: Batch, temperature: float, idle: bool, demonstrations: Batch | None = None) -> Update:
+        """The policy's update, with demonstrations beside its own samples if there are some."""
+        batch = batch if demonstrations is None else join(batch, demonstrations)
         return Update(batch, self.algorithm.loss, self.algorithm.aggregate, temperature, idle)
+
+    def work(self, batch: Batch, loss: Loss, aggregate: Aggregation, temperature: float) -> Update:
+        """An update by another loss than the algorithm's."""
+        return Update(batch, loss, aggregate, temperature)
 
     def metrics(self, *parts: Statistics) -> dict[str, float]:
         """The metrics of an update, from what one rank of each share saw."""
