@@ -100,8 +100,9 @@ class LogProbHead:
 
     def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
         assert not isinstance(loss, ValueLoss)
-        divergence = getattr(loss, "divergence", None)
-        compared = None if divergence is None or divergence.over == "sampled" else Comparison(divergence, self.heads)
+        divergence, compared = getattr(loss, "divergence", None), None
+        if divergence is not None and divergence.over != "sampled":
+            compared = Comparison(divergence, self.heads, alone=getattr(loss, "divergence_alone", False))
         return Settings(temperature, loss.entropy_gradient, compared, self.teachers)
 
     def inference(self, temperature: float) -> Settings:

@@ -75,6 +75,8 @@ class Comparison:
 
     config: DivergenceConfig
     heads: TeacherHeads | None = None
+    alone: bool = False
+    """The loss has no gradient by other numbers. What they would keep for it is then never freed chunk by chunk."""
 
 
 @dataclass(frozen=True)

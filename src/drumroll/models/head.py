@@ -69,12 +69,14 @@ class LanguageModelHead:
 
         def chunk(some: Tensor, tokens: Tensor, *target: Tensor) -> tuple[Tensor, ...]:
             logits, parallel = self._over(some, temperature), self.parallel
-            if parallel is None:
-                logits = torch.log_softmax(logits, dim=-1)
-                numbers = _score(logits, tokens, entropy_gradient=entropy_gradient)
-            else:
-                logprobs, entropy = VocabularyScore.apply(logits, tokens, parallel.vocabulary, parallel.group)
-                numbers = logprobs, entropy if entropy_gradient else entropy.detach()
+            alone = asked is not None and asked.comparison.alone
+            logits = torch.log_softmax(logits, dim=-1) if parallel is None else logits
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not alone):
+                if parallel is None:
+                    numbers = _score(logits, tokens, entropy_gradient=entropy_gradient)
+                else:
+                    logprobs, entropy = VocabularyScore.apply(logits, tokens, parallel.vocabulary, parallel.group)
+                    numbers = logprobs, entropy if entropy_gradient else entropy.detach()
             if asked is None:
                 return numbers
             student = logits if parallel is None else vocabulary_logprobs(logits, parallel.group)

@@ -29,6 +29,11 @@ class DistillLoss:
     entropy_gradient: bool = False
     skips_zero_advantage: bool = False
 
+    @property
+    def divergence_alone(self) -> bool:
+        """Whether log-probs need no gradient."""
+        return self.own or not self.sft
+
     def __call__(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         divergence = from_teacher(tokens, self.divergence, own=self.own)
         assert divergence is not None, "distillation needs the teacher's pass"
