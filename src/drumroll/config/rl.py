@@ -49,6 +49,10 @@ class RLConfig(RunConfig):
         return self.algorithm
 
     @override
+    def demonstrations_section(self) -> DemonstrationsConfig | None:
+        return self.demonstrations
+
+    @override
     def divergence_section(self) -> DivergenceConfig | None:
         return self.algorithm.divergence if self.algorithm.teacher else None
 

@@ -248,6 +248,10 @@ class RunConfig(Section):
         """How the actor is compared with its teachers; None if it has none."""
         return None
 
+    def demonstrations_section(self) -> Any:
+        """Rows with answers (`DemonstrationsConfig`) that are imitated beside the policy's own samples; None if there are none."""
+        return None
+
     def needs(self) -> dict[str, str]:
         """Passes that the loop needs besides the algorithm's (`reference`, `teacher`, `values`), each with the reason.
 
