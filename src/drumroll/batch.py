@@ -81,12 +81,13 @@ class Batch:
     sample_weights: Tensor | None = None  # [samples] factor on the loss
     old: Tensor | None = None  # [tokens] log-prob under the policy before this update
     reference: Tensor | None = None  # [tokens] log-prob under the reference policy
-    teacher: Tensor | None = None  # [tokens] log-prob under the teacher
+    teacher: Tensor | None = None  # [tokens] log-prob under the teacher, or [tokens, width] rows to compare with
     values: Tensor | None = None  # [tokens] the critic's expectation before the token
     returns: Tensor | None = None  # [tokens] what the critic should have expected
     advantages: Tensor | None = None  # [tokens]
     weights: Tensor | None = None  # [tokens] share of each token in the loss; sums to 1 over a minibatch
     unit_of: Tensor | None = None  # [samples] samples of one unit (a pair) are never separated; None: each by itself
+    given: Tensor | None = None  # [samples] bool: demonstrations beside the policy's own samples; None: there are none
 
     @property
     def num_traces(self) -> int:
@@ -110,6 +111,10 @@ class Batch:
         found, of_trace = units.unique(return_inverse=True)
         return of_trace[self.trace_of_token()], len(found)
 
+    def given_tokens(self) -> Tensor | None:
+        """[tokens] bool: those of demonstrations."""
+        return None if self.given is None else self.given[self.sample_of_token()]
+
     def policy_lengths(self) -> Tensor:
         """[samples] number of tokens that the policy wrote, trained or not: what a length penalty speaks of."""
         return self._count(self.owned)
@@ -126,11 +131,15 @@ class Batch:
         """A copy with some columns replaced."""
         return dataclasses.replace(self, **changes)
 
-    def select(self, traces: Sequence[int]) -> Batch:
-        """The given traces, in the given order. Per-sample columns stay whole, so indices remain valid."""
+    def places(self, traces: Sequence[int]) -> Tensor:
+        """The indices of the tokens of some traces."""
         starts = torch.cumsum(self.lengths, 0) - self.lengths
         spans = [torch.arange(int(starts[t]), int(starts[t] + self.lengths[t])) for t in traces]
-        index = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+        return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+
+    def select(self, traces: Sequence[int]) -> Batch:
+        """The given traces, in the given order. Per-sample columns stay whole, so indices remain valid."""
+        index = self.places(traces)
         per_token = {name: value[index] for name in PER_TOKEN if (value := getattr(self, name)) is not None}
         rows = torch.tensor(list(traces), dtype=torch.int64)
         return self.with_(lengths=self.lengths[rows], sample_of=self.sample_of[rows], **per_token)
@@ -181,12 +190,18 @@ class Batch:
         return [Family(traces, prefixes.get(frozenset(traces), 0)) for traces in found.values()]
 
     def chunks(self, size: int) -> list[list[int]]:
-        """Trace indices in minibatches of `size` samples, in order. A unit goes where its first sample goes."""
+        """Trace indices in minibatches of `size` samples, in order. A unit goes where its first sample goes.
+
+        Demonstrations come last in a batch and are spread over the minibatches of the policy's own samples.
+        """
         owner, first = self.sample_of.tolist(), dict[int, int]()
         unit = list(range(self.num_samples)) if self.unit_of is None else self.unit_of.tolist()
-        chunks: list[list[int]] = [[] for _ in range(math.ceil(self.num_samples / size))]
+        more = 0 if self.given is None else int(self.given.sum())
+        sampled = self.num_samples - more
+        chunks: list[list[int]] = [[] for _ in range(math.ceil(sampled / size))]
         for trace, sample in enumerate(owner):
-            chunks[first.setdefault(unit[sample], sample) // size].append(trace)
+            place = first.setdefault(unit[sample], sample)
+            chunks[place // size if place < sampled else (place - sampled) * len(chunks) // more].append(trace)
         return [traces for traces in chunks if traces]
 
     def shares(self, count: int) -> list[list[int]]:
@@ -213,11 +228,9 @@ class Batch:
         """[tokens] a column whose parts were computed for each of the `shares`, put back in this batch's order."""
         if len(parts) == 1:
             return parts[0]
-        starts = torch.cumsum(self.lengths, 0) - self.lengths
-        column = parts[0].new_zeros(len(self.tokens))
+        column = parts[0].new_zeros(len(self.tokens), *parts[0].shape[1:])
         for traces, part in zip(self.shares(len(parts)), parts, strict=True):
-            if traces:
-                column[torch.cat([torch.arange(int(starts[t]), int(starts[t] + self.lengths[t])) for t in traces])] = part
+            column[self.places(traces)] = part
         return column
 
     def micro_batches(self, max_tokens: int) -> list[list[int]]:
@@ -284,6 +297,31 @@ PER_TOKEN = (
     *("tokens", "owned", "mask", "behaviour", "versions"),
     *("old", "reference", "teacher", "values", "returns", "advantages", "weights"),
 )
+
+
+def join(own: Batch, given: Batch) -> Batch:
+    """A batch and demonstrations after it: columns that they lack are 0, and their samples are told apart by `given`."""
+    columns: dict[str, Tensor] = {}
+    for name in PER_TOKEN:
+        column, other = getattr(own, name), getattr(given, name)
+        if column is not None:
+            other = column.new_zeros(len(given.tokens), *column.shape[1:]) if other is None else other
+            columns[name] = torch.cat([column, other])
+    for name in ("rewards", "truncated"):
+        columns[name] = torch.cat([getattr(own, name), getattr(given, name)])
+    if own.sample_weights is not None:
+        columns["sample_weights"] = torch.cat([own.sample_weights, own.sample_weights.new_ones(given.num_samples)])
+    return dataclasses.replace(
+        own,
+        lengths=torch.cat([own.lengths, given.lengths]),
+        sample_of=torch.cat([own.sample_of, given.sample_of + own.num_samples]),
+        group_of=torch.cat([own.group_of, given.group_of + int(own.group_of.max()) + 1]),
+        domains=(*own.domains, *given.domains),
+        given=torch.arange(own.num_samples + given.num_samples) >= own.num_samples,
+        greedy=None,
+        turns=None,
+        **columns,
+    )
 
 
 def pack(groups: Sequence[Group], oldest: Version = 0) -> Batch:

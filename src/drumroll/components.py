@@ -8,6 +8,7 @@ from functools import partial
 from drumroll.algorithms import GREEDY
 from drumroll.config import RunConfig
 from drumroll.config.data import DatasetConfig
+from drumroll.config.distill import demonstrations
 from drumroll.config.rollout import RolloutConfig
 from drumroll.data.render import Renderer
 from drumroll.data.scan import scan
@@ -56,6 +57,9 @@ def scan_data(config: RunConfig, rewards: RequiredColumns) -> None:
     environment = config.environment_section()
     scan("data.train", config.data.train, lambda dataset: training_columns(config, dataset, rewards), environment)
     scan("eval.sets", config.eval.sets, lambda dataset: rewards, environment)
+    if (rows := config.demonstrations_section()) is not None:
+        given = demonstrations(config, rows)
+        scan("demonstrations", given.data.train, lambda dataset: training_columns(given, dataset, rewards), environment)
 
 
 def open_scorer(config: RunConfig, workers: Workers, rollout: RolloutConfig) -> Scorer:

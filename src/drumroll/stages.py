@@ -59,12 +59,17 @@ async def advantages(workers: Workers, batch: Batch, memory: Memory) -> tuple[Ba
     return batch, metrics
 
 
-async def update(workers: Workers, batch: Batch, temperature: float, *, idle: bool = False) -> Metrics:
-    """Train the critic, if there is one, and the actor on a batch; `idle` leaves the actor as it is."""
+async def update(
+    workers: Workers, batch: Batch, temperature: float, *, idle: bool = False, demonstrations: Batch | None = None
+) -> Metrics:
+    """Train the critic, if there is one, and the actor on a batch; `idle` leaves the actor as it is.
+
+    With `demonstrations` the actor imitates these too, by `algorithm.sft`.
+    """
     metrics: Metrics = {}
     if workers.critic is not None:
         metrics |= await train(workers, workers.critic, await workers.batch_builder.keep(0, BatchBuilder.critic_work, batch))
-    work = await workers.batch_builder.keep(0, BatchBuilder.actor_work, batch, temperature, idle)
+    work = await workers.batch_builder.keep(0, BatchBuilder.actor_work, batch, temperature, idle, demonstrations)
     return metrics | await train(workers, workers.actor, work)
 
 

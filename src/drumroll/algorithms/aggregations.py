@@ -65,5 +65,15 @@ class Shares:
     longest: int = 1
 
     def __call__(self, batch: Batch) -> Tensor:
+        if batch.given is not None:
+            return self._apart(batch, batch.given[batch.sample_of])
         shares = AGGREGATIONS[self.aggregation](batch, self.longest)
         return shares if batch.sample_weights is None else shares * batch.sample_weights[batch.sample_of_token()]
+
+    def _apart(self, batch: Batch, given: Tensor) -> Tensor:
+        """The policy's own samples share as if they were alone, and so do the tokens of demonstrations."""
+        shares = torch.zeros(len(batch.tokens))
+        for traces, share in (((~given).nonzero()[:, 0], self), (given.nonzero()[:, 0], token_mean)):
+            part = batch.select(traces.tolist())
+            shares[batch.places(traces.tolist())] = share(part.with_(given=None))
+        return shares

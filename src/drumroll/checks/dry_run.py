@@ -77,7 +77,8 @@ def _models(config: RunConfig) -> list[str]:
     """Return the models that are not built in, without duplicates."""
     roles = (getattr(config.roles, role) for role in type(config.roles).model_fields)
     named = [getattr(role, "model", None) for role in roles if role is not None and getattr(role, "url", None) is None]
-    return [name for name in dict.fromkeys([config.role_model("actor"), *named]) if name and name not in BUILT_IN_MODELS]
+    every = dict.fromkeys([config.role_model("actor"), *named, *config.roles.teacher.models()])
+    return [name for name in every if name and name not in BUILT_IN_MODELS]
 
 
 def _prompt(config: RunConfig, files: bool, required: RequiredColumns, missing: set[str]) -> Iterator[str]:

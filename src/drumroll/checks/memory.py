@@ -180,7 +180,15 @@ class _Usages:
             offload=parallel.offload,
         )
         made = LEARNER_MEMORY.get(config.learner_backend(role), memory.Learner)
-        return made(shape, how).usage(largest_work(config, role, mesh))
+        usage, more = made(shape, how).usage(largest_work(config, role, mesh)), 0
+        teachers = [found for model in config.roles.teacher.models() if (found := find_shape(model)) is not None]
+        divergence = config.divergence_section()
+        if role == "teacher":
+            more = sum(made(other, how).resident().get("weights", 0) for other in teachers[1:])
+        elif role == "actor" and divergence is not None and divergence.over == "all":  # a copy of the teachers' heads
+            more = sum(memory.WIDTH[self._dtype("teacher")] * other.vocabulary * other.hidden for other in teachers)
+        weights = {"weights": usage.resident.get("weights", 0) + more} if more else {}
+        return replace(usage, resident={**usage.resident, **weights})
 
     def _rollout(self, device: Device) -> Usage:
         config, role, shape = self.config, self.config.roles.rollout, self._shape("rollout")
@@ -219,8 +227,9 @@ class _Usages:
         return memory.classifier(self._shape("reward_model"), role.dtype, role.batch_size * role.max_tokens)
 
     def _model(self, role: str) -> str:
-        asked = "actor" if role == "rollout" else role
-        return getattr(self.config.roles, asked).model or self.config.model
+        if role in (*LEARNERS, "rollout"):
+            return self.config.role_model(cast("LearnerRole", "actor" if role == "rollout" else role))
+        return getattr(self.config.roles, role).model or self.config.model
 
     def _shape(self, role: str) -> ModelShape:
         shape = find_shape(self._model(role), classifier=role == "reward_model")

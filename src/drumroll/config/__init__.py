@@ -1,9 +1,10 @@
 """The config: YAML or a mapping in, a frozen and fully checked object out."""
 
+from drumroll.config.distill import DistillConfig
 from drumroll.config.loading import Loaded, check, dump, load
 from drumroll.config.preferences import PreferenceConfig
 from drumroll.config.rl import RLConfig
 from drumroll.config.run import RunConfig
 from drumroll.config.sft import SFTConfig
 
-__all__ = ["Loaded", "PreferenceConfig", "RLConfig", "RunConfig", "SFTConfig", "check", "dump", "load"]
+__all__ = ["DistillConfig", "Loaded", "PreferenceConfig", "RLConfig", "RunConfig", "SFTConfig", "check", "dump", "load"]

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from drumroll.config.divergence import DivergenceConfig
 from drumroll.config.section import Section
 from drumroll.errors import did_you_mean
 
@@ -140,11 +141,13 @@ class AlgorithmConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL."""
     teacher: float = Field(0.0, ge=0)
-    """Weight of the KL term against the teacher role, on the policy's own samples (on-policy distillation)."""
+    """Weight of the divergence from the teacher role, on the policy's own samples (on-policy distillation)."""
+    divergence: DivergenceConfig = DivergenceConfig()
+    """teacher: which divergence, over which tokens."""
     entropy: float = 0.0
     """Weight of an entropy bonus."""
     sft: float = Field(0.0, ge=0)
-    """Weight of an imitation term on samples with a reward above 0."""
+    """Weight of an imitation term: on samples with a reward above 0 or, where `demonstrations` names rows, on those."""
     value_clip: float | None = Field(None, gt=0)
     """The critic's loss counts a value as if it had moved at most so far from the old one."""
     critic_first: int = Field(0, ge=0)

@@ -158,8 +158,10 @@ def _resolve_paths(values: dict[str, Any], base: Path) -> None:
     if isinstance(folders, list):
         found = [str(base), str(Path.cwd()), *(str((base / f).resolve()) for f in folders)]
         values["import_from"] = list(dict.fromkeys(found))
-    for section, key in (("data", "train"), ("eval", "sets")):
-        sets = (values.get(section) or {}).get(key) if isinstance(values.get(section), dict) else None
+    rows = values.get("demonstrations")
+    rows = rows.get("data") if isinstance(rows, dict) else None
+    for section, key in ((values.get("data"), "train"), (values.get("eval"), "sets"), (rows, "train")):
+        sets = section.get(key) if isinstance(section, dict) else None
         for dataset in sets.values() if isinstance(sets, dict) else ():
             source = dataset.get("source") if isinstance(dataset, dict) else None
             if not isinstance(source, str):
@@ -169,12 +171,15 @@ def _resolve_paths(values: dict[str, Any], base: Path) -> None:
                 dataset["source"] = str((beside if not here.exists() and beside.exists() else here).resolve())
 
     roles = values.get("roles")
-    for section in (values, *(roles.values() if isinstance(roles, dict) else ())):
+    named = [values, *(roles.values() if isinstance(roles, dict) else ())]
+    teachers = [role.get("domains") for role in named if isinstance(role, dict)]
+    for section in (*named, *(own for domains in teachers if isinstance(domains, dict) for own in domains.values())):
         name = section.get("model") if isinstance(section, dict) else None
         if isinstance(name, str) and name not in BUILT_IN_MODELS:
             here, beside = Path(name).expanduser(), base / name
             if found := next((path for path in (here, beside) if path.exists()), None):
-                section["model"] = str(found.resolve())
+                exported = found / "model"  # of a run's directory
+                section["model"] = str((exported if (exported / "config.json").exists() else found).resolve())
 
 
 def _sentences(errors: list[ErrorDetails], top: type[RunConfig], origins: Mapping[str, str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from drumroll.config.distill import DistillConfig
 from drumroll.config.preferences import PreferenceConfig
 from drumroll.config.rl import RLConfig
 from drumroll.config.run import RunConfig
@@ -12,7 +13,12 @@ from drumroll.errors import ConfigError, did_you_mean
 from drumroll.registry import import_path, search
 
 DEFAULT = "rl"
-CONFIGS: dict[str, type[RunConfig]] = {DEFAULT: RLConfig, "sft": SFTConfig, "dpo": PreferenceConfig}
+CONFIGS: dict[str, type[RunConfig]] = {
+    DEFAULT: RLConfig,
+    "sft": SFTConfig,
+    "dpo": PreferenceConfig,
+    "distill": DistillConfig,
+}
 """The built-in pipelines; `pipelines/<name>.py` implements each. Their configs are here so that reading one needs no torch."""
 
 

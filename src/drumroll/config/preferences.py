@@ -59,7 +59,7 @@ class PreferenceConfig(PreferenceTerms, RunConfig):
     """Training on preferences: pairs of answers, or single answers that were called good or bad."""
 
     pipeline: str = "dpo"
-    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `module:NAME` is a pipeline of your own."""
+    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `distill` follows a teacher; `module:NAME` is a pipeline of your own."""
     batch: int = Field(64, ge=1)
     """Rows per step: pairs, or with `loss: kto` also single answers."""
     max_tokens: int = Field(1024, ge=2)

@@ -8,6 +8,8 @@ from pydantic import model_validator
 from typing_extensions import override
 
 from drumroll.config.algorithm import GROUPED, WITHOUT_RATIO, AlgorithmConfig
+from drumroll.config.distill import DemonstrationsConfig
+from drumroll.config.divergence import DivergenceConfig
 from drumroll.config.environment import NONE, EnvironmentConfig
 from drumroll.config.rollout import RolloutConfig, default_length
 from drumroll.config.run import RunConfig
@@ -22,6 +24,8 @@ class RLConfig(RunConfig):
     """What the policy talks to, turn by turn."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """How rewards become gradients."""
+    demonstrations: DemonstrationsConfig | None = None
+    """Rows with answers that the policy imitates beside its own samples, by `algorithm.sft`."""
 
     @override
     def has_rollouts(self) -> bool:
@@ -43,6 +47,14 @@ class RLConfig(RunConfig):
     @override
     def algorithm_section(self) -> AlgorithmConfig:
         return self.algorithm
+
+    @override
+    def demonstrations_section(self) -> DemonstrationsConfig | None:
+        return self.demonstrations
+
+    @override
+    def divergence_section(self) -> DivergenceConfig | None:
+        return self.algorithm.divergence if self.algorithm.teacher else None
 
     @override
     def batch_size(self) -> int:
@@ -145,7 +157,9 @@ class RLConfig(RunConfig):
                 f"algorithm.reward_mean: {chosen.reward_mean} and reward_std: {chosen.reward_std} compare the samples of a group, "
                 "so rollout.samples must be at least 2, got 1"
             )
-        if chosen.teacher and self.roles.teacher.model is None:
+        if self.demonstrations is not None and not chosen.sft:
+            raise ValueError("demonstrations are imitated by algorithm.sft, which is 0; give it a weight, for example 0.1")
+        if chosen.teacher and not self.roles.teacher.models():
             raise ValueError(
                 f"algorithm.teacher: {chosen.teacher:g} needs a model to learn from: name one under roles.teacher.model"
             )

@@ -180,11 +180,36 @@ class PriceConfig(Section):
     """For a million tokens of answers."""
 
 
+class DomainTeacher(Section):
+    """The teacher of one domain."""
+
+    model: str
+    """Its model, which must share the actor's tokenizer."""
+    weight: float = Field(1.0, ge=0)
+    """Factor on the divergence from it."""
+
+
 class TeacherRole(ReferenceRole):
-    """A frozen model with the same tokens that `algorithm.teacher` pulls the policy towards; loaded only when that is above 0."""
+    """A frozen model with the same tokens that `algorithm.teacher` or `pipeline: distill` pulls the policy towards; loaded only then."""
 
     model: str | None = None
-    """Model of this role, which must share the actor's tokenizer."""
+    """Model of this role, which must share the actor's tokenizer: also an earlier run (`runs/NAME`), for self-distillation."""
+    domains: dict[str, DomainTeacher] = {}
+    """Teachers of single domains, for example {code: {model: coder, weight: 0.5}}. Other domains learn from `model`, or without it from none."""
+
+    def models(self) -> list[str]:
+        """All models, each once; the number of a teacher is its place."""
+        named = [self.model, *(own.model for own in self.domains.values())]
+        return list(dict.fromkeys(model for model in named if model is not None))
+
+    def number(self, domain: str) -> int:
+        """The number of a domain's teacher; -1 if it has none."""
+        model = self.domains[domain].model if domain in self.domains else self.model
+        return -1 if model is None else self.models().index(model)
+
+    def weight(self, domain: str) -> float:
+        """The weight of a domain's teacher; 0 if it has none."""
+        return self.domains[domain].weight if domain in self.domains else float(self.model is not None)
 
 
 class JudgeRole(Section):

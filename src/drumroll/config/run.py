@@ -14,6 +14,7 @@ from drumroll.config.accelerators import LOCAL_DEVICE, USUAL
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.config.cluster import ClusterConfig
 from drumroll.config.data import DataConfig, DatasetConfig
+from drumroll.config.divergence import DivergenceConfig
 from drumroll.config.engines import ENGINES, EngineTraits, traits_of
 from drumroll.config.environment import NONE, EnvironmentConfig
 from drumroll.config.eval import EvalConfig
@@ -110,7 +111,7 @@ class RunConfig(Section):
     import_from: list[str] = []
     """Directories where `module:function` is looked up. The recipe's directory and the current one are added."""
     pipeline: str = "rl"
-    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `module:NAME` is a pipeline of your own."""
+    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `distill` follows a teacher; `module:NAME` is a pipeline of your own."""
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
@@ -219,8 +220,9 @@ class RunConfig(Section):
         return {ALL_DOMAINS: normalise(self.reward)}
 
     def role_model(self, role: LearnerRole) -> str:
-        """The model a role plays with."""
-        return getattr(self.roles, role).model or self.model
+        """The model a role plays with; of several teachers, the first."""
+        teachers = self.roles.teacher.models() if role == "teacher" else []
+        return next(iter(teachers), None) or getattr(self.roles, role).model or self.model
 
     def parallel(self, role: LearnerRole) -> ParallelConfig:
         """How the devices of a training role divide its work: by its own section, else as the actor's, if they have one backend."""
@@ -271,6 +273,14 @@ class RunConfig(Section):
     def algorithm_section(self) -> AlgorithmConfig:
         """The algorithm that the stages `infer`, `advantages` and `update` use."""
         return AlgorithmConfig()
+
+    def divergence_section(self) -> DivergenceConfig | None:
+        """How the actor is compared with its teachers; None if it has none."""
+        return None
+
+    def demonstrations_section(self) -> Any:
+        """Rows with answers (`DemonstrationsConfig`) that are imitated beside the policy's own samples; None if there are none."""
+        return None
 
     def needs(self) -> dict[str, str]:
         """Passes that the loop needs besides the algorithm's (`reference`, `teacher`, `values`), each with the reason.

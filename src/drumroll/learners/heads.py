@@ -13,10 +13,14 @@ from torch import Tensor, nn
 
 from drumroll.algorithms.losses import Loss, Tokens, ValueLoss, ValueTokens
 from drumroll.batch import Batch
+from drumroll.config.roles import TeacherRole
+from drumroll.models.distillation import Comparison, Target, TeacherHeads, TeacherPass
 from drumroll.models.head import LogProbModel
 from drumroll.models.loading import LoadedModel
 from drumroll.models.value import value_model
 from drumroll.processes.accelerator import send
+
+NOBODY = TeacherRole()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,19 @@ class Settings:
 
     temperature: float = 1.0
     entropy_gradient: bool = False
+    teaching: TeacherPass | Comparison | None = None
+    """What else the head computes: the rows of a teacher, or the divergence of a student from them."""
+    teachers: TeacherRole = NOBODY
+
+    def asked(self, micro: Batch, device: torch.device) -> TeacherPass | Target | None:
+        """The same for a micro-batch; without a trained token, for a token of no weight."""
+        if not isinstance(self.teaching, Comparison):
+            return self.teaching
+        assert micro.teacher is not None, "a divergence needs the teacher's pass"
+        rows = micro.teacher[micro.mask] if micro.mask.any() else micro.teacher.new_zeros(1, micro.teacher.shape[1])
+        numbers = torch.tensor([self.teachers.number(domain) for domain in micro.domains])
+        teacher = numbers[micro.sample_of_token()[micro.mask]] if micro.mask.any() else numbers.new_zeros(1)
+        return Target(send(rows, device), send(teacher, device), self.teaching)
 
 
 class Head(Protocol):
@@ -50,6 +67,15 @@ class Head(Protocol):
         """The forward pass that a loss needs."""
         ...
 
+    def inference(self, temperature: float) -> Settings:
+        """The forward pass of `Learner.infer`."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Columns that `Learner.infer` gives for each token; 0 for a plain number."""
+        ...
+
     def loss(
         self, loss: Loss | ValueLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -59,9 +85,12 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class LogProbHead:
-    """Log-probs and entropies of a policy."""
+    """Log-probs and entropies of a policy; of a teacher, what its students are compared with."""
 
     area: str = "train"
+    gives: TeacherPass | None = None  # of a teacher
+    heads: TeacherHeads | None = None  # of the teachers, for a student that is compared over the whole vocabulary
+    teachers: TeacherRole = NOBODY
 
     def attach(self, model: LoadedModel) -> LoadedModel:
         return model
@@ -71,13 +100,23 @@ class LogProbHead:
 
     def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
         assert not isinstance(loss, ValueLoss)
-        return Settings(temperature, loss.entropy_gradient)
+        divergence, compared = getattr(loss, "divergence", None), None
+        if divergence is not None and divergence.over != "sampled":
+            compared = Comparison(divergence, self.heads, alone=getattr(loss, "divergence_alone", False))
+        return Settings(temperature, loss.entropy_gradient, compared, self.teachers)
+
+    def inference(self, temperature: float) -> Settings:
+        return Settings(temperature, teaching=self.gives)
+
+    @property
+    def width(self) -> int:
+        return 0 if self.gives is None else self.gives.width
 
     def loss(
         self, loss: Loss | ValueLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         assert not isinstance(loss, ValueLoss)
-        logprobs, entropy = numbers
+        logprobs, entropy, *divergence = numbers
         device, units = logprobs.device, None if micro.unit_of is None else micro.unit_of_token()
         old, advantages = trained(micro, micro.old, device), trained(micro, micro.advantages, device)
         tokens = Tokens(
@@ -87,7 +126,10 @@ class LogProbHead:
             behaviour=send(micro.behaviour[micro.mask], device),
             advantages=torch.zeros_like(logprobs) if advantages is None else advantages,
             reference=trained(micro, micro.reference, device),
-            teacher=trained(micro, micro.teacher, device),
+            teacher=None if divergence else trained(micro, micro.teacher, device),
+            divergence=divergence[0] if divergence else None,
+            teacher_weight=self._teacher_weight(micro, device),
+            given=trained(micro, micro.given_tokens(), device),
             sequence=send(micro.trace_of_token()[micro.mask], device),
             sequences=micro.num_traces,
             rewards=send(micro.rewards[micro.sample_of_token()][micro.mask], device),
@@ -100,7 +142,16 @@ class LogProbHead:
         gap = before - tokens.behaviour
         kl = tokens.behaviour - now
         more = {"entropy": entropy.detach(), "kl_behaviour": kl, "mismatch": gap.abs(), "behaviour_ratio": gap.exp()}
+        if tokens.given is not None:  # nobody sampled demonstrations
+            more = {name: column[~tokens.given] for name, column in more.items()}
         return per_token, {**diagnostics, **more}
+
+    def _teacher_weight(self, micro: Batch, device: torch.device) -> Tensor | None:
+        """[trained tokens] the weight of the teacher of a token's domain; None where all have 1."""
+        if not self.teachers.domains:
+            return None
+        weights = torch.tensor([self.teachers.weight(domain) for domain in micro.domains])
+        return send(weights[micro.sample_of_token()[micro.mask]], device)
 
 
 @dataclass(frozen=True)
@@ -117,6 +168,13 @@ class ValueHead:
 
     def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
         return Settings()
+
+    def inference(self, temperature: float) -> Settings:
+        return Settings(temperature)
+
+    @property
+    def width(self) -> int:
+        return 0
 
     def loss(
         self, loss: Loss | ValueLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool

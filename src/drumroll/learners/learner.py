@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from drumroll.config.optim import OptimConfig
 from drumroll.errors import AlgorithmError
 from drumroll.learners.backend import Backend, Numbers
 from drumroll.learners.checkpoint import Snapshot
-from drumroll.learners.heads import Head, LogProbHead, Settings
+from drumroll.learners.heads import Head, LogProbHead
 from drumroll.learners.statistics import Statistics
 from drumroll.processes.accelerator import send
 from drumroll.processes.threads import beside
@@ -52,6 +52,7 @@ class Learner:
         self.head = head or LogProbHead()
         self.config = config or OptimConfig()
         self.total_steps = total_steps
+        self.teachers: tuple[Sequence[Backend], Callable[[str], int]] | None = None  # several, and the number of a domain's
         self.step = 0
         self._moved = False
         self._snapshot: tuple[int, Snapshot] | None = None
@@ -62,16 +63,23 @@ class Learner:
         """[tokens of this rank's share] the head's first number (log-prob, value) for trained tokens, 0 elsewhere."""
         with self.backend.ranks.agreed(self.backend.drop_gradients):
             batch = self._share(batch)
-            cuts = batch.micro_batches(self.config.micro_tokens)
-            micro_batches = [batch.select(traces) for traces in cuts]
-        micro_batches = self._fit(batch, micro_batches)
-        found = self.backend.infer(micro_batches, Settings(temperature))
-        result = torch.zeros(len(batch.tokens))
-        starts = torch.cumsum(batch.lengths, 0) - batch.lengths
-        for traces, numbers in zip(cuts, found, strict=False):  # what follows was added to fit
-            where = torch.cat([torch.arange(int(starts[t]), int(starts[t] + batch.lengths[t])) for t in traces])
-            result[where[batch.mask[where]]] = numbers[0].float().cpu()
+            result = torch.zeros(len(batch.tokens), *filter(None, [self.head.width]))
+            works = [(self.backend, list(range(batch.num_traces)))] if self.teachers is None else self._by_teacher(batch)
+            cuts = [_cuts(batch, traces, self.config.micro_tokens) for _, traces in works]
+        for (backend, _), own in zip(works, cuts, strict=True):
+            micro_batches = self._fit(batch, [batch.select(traces) for traces in own])
+            found = backend.infer(micro_batches, self.head.inference(temperature))
+            for traces, numbers in zip(own, found, strict=False):  # what follows was added to fit
+                where = batch.places(traces)
+                result[where[batch.mask[where]]] = numbers[0].float().cpu()
         return result
+
+    def _by_teacher(self, batch: Batch) -> list[tuple[Backend, list[int]]]:
+        """The traces of each teacher's domains."""
+        assert self.teachers is not None
+        backends, number = self.teachers
+        numbers = [number(batch.domains[sample]) for sample in batch.sample_of.tolist()]
+        return [(backend, [t for t, n in enumerate(numbers) if n == own]) for own, backend in enumerate(backends)]
 
     def infer_reference(self, batch: Batch, temperature: float) -> Tensor:
         """The same with the weights before training: a frozen role's own, or a LoRA model's without its adapters."""
@@ -209,6 +217,12 @@ class Learner:
     def reload(self) -> None:
         """Take the device again."""
         self.backend.reload()
+
+
+def _cuts(batch: Batch, traces: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Some traces of a batch in micro-batches."""
+    own = batch if len(traces) == batch.num_traces else batch.select(traces)
+    return [[traces[t] for t in cut] for cut in own.micro_batches(max_tokens)]
 
 
 def _needed(mini: Batch) -> Batch:

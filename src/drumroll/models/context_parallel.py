@@ -103,7 +103,7 @@ class _Join(_Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, rows: Tensor, size: int, group: Any) -> Tensor:
         ctx.save_for_backward(rows)
-        out = own.new_zeros(size).index_copy_(0, rows, own)
+        out = own.new_zeros(size, *own.shape[1:]).index_copy_(0, rows, own)
         dist.all_reduce(out, group=group)
         return out
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from drumroll.models.tensor_parallel import TensorParallel, VocabularyScore, enter_block
+from drumroll.models.distillation import Target, TeacherPass
+from drumroll.models.tensor_parallel import TensorParallel, VocabularyScore, enter_block, vocabulary_logprobs
 
 ROWS = 1024
 """Rows of logits at a time. With more rows than this they are computed again in the backward pass."""
@@ -40,33 +41,70 @@ class LanguageModelHead:
         self.module = copy.copy(module)  # shares the weights; only the list of children is another
         self.module._modules = {**module._modules, module.base_model_prefix: _Given(output)}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its weights."""
+        return next(self.module.parameters()).dtype
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] the model's logits; of tensor-parallel ranks, those of a rank's own tokens."""
         return self.module(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def __call__(
-        self, hidden: Tensor, chosen: Tensor, temperature: float, *, entropy_gradient: bool, rows: int = ROWS
-    ) -> tuple[Tensor, Tensor]:
-        """[rows] the log-prob of the chosen tokens, and the entropy of what they were chosen from."""
+        self,
+        hidden: Tensor,
+        chosen: Tensor,
+        temperature: float,
+        *,
+        entropy_gradient: bool,
+        rows: int = ROWS,
+        asked: TeacherPass | Target | None = None,
+    ) -> tuple[Tensor, ...]:
+        """[rows] the log-prob of the chosen tokens, and the entropy of what they were chosen from.
 
-        def chunk(some: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-            logits = self.logits(some)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-            if self.parallel is None:
-                return _score(logits, tokens, entropy_gradient=entropy_gradient)
-            logprobs, entropy = VocabularyScore.apply(logits, tokens, self.parallel.vocabulary, self.parallel.group)
-            return logprobs, entropy if entropy_gradient else entropy.detach()
+        With a target the divergence from it comes third. A teacher's pass gives its rows instead.
+        """
+        if isinstance(asked, TeacherPass):
+            return (self._taught(hidden, temperature, asked, rows),)
 
+        def chunk(some: Tensor, tokens: Tensor, *target: Tensor) -> tuple[Tensor, ...]:
+            logits, parallel = self._over(some, temperature), self.parallel
+            alone = asked is not None and asked.comparison.alone
+            logits = torch.log_softmax(logits, dim=-1) if parallel is None else logits
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not alone):
+                if parallel is None:
+                    numbers = _score(logits, tokens, entropy_gradient=entropy_gradient)
+                else:
+                    logprobs, entropy = VocabularyScore.apply(logits, tokens, parallel.vocabulary, parallel.group)
+                    numbers = logprobs, entropy if entropy_gradient else entropy.detach()
+            if asked is None:
+                return numbers
+            student = logits if parallel is None else vocabulary_logprobs(logits, parallel.group)
+            rows, teacher = target
+            return *numbers, asked.divergence(student, rows, teacher, temperature, parallel)
+
+        inputs, rows = ((hidden, chosen), rows) if asked is None else ((hidden, chosen, asked.rows, asked.teacher), rows // 4)
         if self.parallel is not None and hidden.requires_grad:
-            hidden = enter_block(hidden, self.parallel.group)
+            inputs = enter_block(hidden, self.parallel.group), *inputs[1:]
         if len(hidden) <= rows:
-            return chunk(hidden, chosen)
+            return chunk(*inputs)
         parts: list[Any] = [
-            checkpoint(chunk, *both, use_reentrant=False, preserve_rng_state=False)
-            for both in zip(hidden.split(rows), chosen.split(rows), strict=True)
+            checkpoint(chunk, *part, use_reentrant=False, preserve_rng_state=False)
+            for part in zip(*(given.split(rows) for given in inputs), strict=True)
         ]
-        logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-        return logprobs, entropy
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+    def _over(self, hidden: Tensor, temperature: float) -> Tensor:
+        """The logits over the temperature, in float32 at least."""
+        logits = self.logits(hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+    def _taught(self, hidden: Tensor, temperature: float, asked: TeacherPass, rows: int) -> Tensor:
+        """[rows, width] what a student is compared with."""
+        if asked.over == "all":
+            return asked.hidden(hidden)
+        parts = (asked.likeliest(self._over(some, temperature), self.parallel) for some in hidden.split(rows))
+        return torch.cat(list(parts))
 
 
 class LogProbModel(nn.Module):
@@ -82,11 +120,18 @@ class LogProbModel(nn.Module):
 
     @override
     def forward(
-        self, tokens: Tensor, layout: Any, before: Tensor, chosen: Tensor, temperature: float, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        inputs = tokens, layout, before, chosen, temperature
-        logprobs, entropy = score(self.language_model, *inputs, entropy_gradient=entropy_gradient, parallel=self.parallel)
-        return logprobs.clone(), entropy  # no view of another tensor: FSDP hangs its hooks on outputs
+        self,
+        tokens: Tensor,
+        layout: Any,
+        before: Tensor,
+        chosen: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+        asked: TeacherPass | Target | None = None,
+    ) -> tuple[Tensor, ...]:
+        inputs, how = (tokens, layout, before, chosen, temperature), {"parallel": self.parallel, "asked": asked}
+        first, *others = score(self.language_model, *inputs, entropy_gradient=entropy_gradient, **how)
+        return first.clone(), *others  # no view of another tensor: FSDP hangs its hooks on outputs
 
 
 def score(
@@ -99,15 +144,16 @@ def score(
     *,
     entropy_gradient: bool,
     parallel: TensorParallel | None = None,
-) -> tuple[Tensor, Tensor]:
+    asked: TeacherPass | Target | None = None,
+) -> tuple[Tensor, ...]:
     """Log-probs and entropies of chosen tokens, each after the node before it. `layout` says what the nodes attend to."""
     out = module.base_model(input_ids=tokens[None], position_ids=layout.positions(), use_cache=False, layout=layout)
     hidden = out.last_hidden_state[0].index_select(0, before)
-    return LanguageModelHead(module, type(out), parallel)(hidden, chosen, temperature, entropy_gradient=entropy_gradient)
+    head = LanguageModelHead(module, type(out), parallel)
+    return head(hidden, chosen, temperature, entropy_gradient=entropy_gradient, asked=asked)
 
 
-def _score(logits: Tensor, chosen: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    distribution = torch.log_softmax(logits, dim=-1)
+def _score(distribution: Tensor, chosen: Tensor, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     logprobs = distribution.gather(1, chosen[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(distribution.exp() * distribution).sum(-1)

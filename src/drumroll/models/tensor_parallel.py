@@ -244,6 +244,16 @@ def enter_block(x: Tensor, group: Any) -> Tensor:
     return _Enter.apply(x, group)
 
 
+def add_over_ranks(x: Tensor, group: Any) -> Tensor:
+    """The sum over the ranks, each of which computes all that follows: the gradient goes to each as it is."""
+    return _Sum.apply(x, group)
+
+
+def vocabulary_logprobs(logits: Tensor, group: Any) -> Tensor:
+    """Log-probs of the tokens of a rank, from logits of which each rank has the columns of its tokens."""
+    return _VocabularyLogProbs.apply(logits, group)
+
+
 _Function: Any = torch.autograd.Function  # its methods take what each function needs
 
 
@@ -256,7 +266,7 @@ def _summed(x: Tensor, group: Any) -> Tensor:
     return out
 
 
-def _gathered(x: Tensor, group: Any) -> Tensor:
+def gathered(x: Tensor, group: Any) -> Tensor:
     """All ranks' parts, side by side along the last dimension."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.contiguous(), group=group)
@@ -293,7 +303,7 @@ class _Gather(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return _gathered(x, group)
+        return gathered(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -308,7 +318,24 @@ class _Split(_Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.group), None
+        return gathered(grad, ctx.group), None
+
+
+class _VocabularyLogProbs(_Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        highest = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:1], -torch.inf)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        shifted = logits - highest[:, None]
+        logprobs = shifted - _summed(shifted.exp().sum(-1), group).log()[:, None]
+        ctx.save_for_backward(logprobs)
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (logprobs,) = ctx.saved_tensors
+        return grad - logprobs.exp() * _summed(grad.sum(-1), ctx.group)[:, None], None
 
 
 class VocabularyScore(_Function):

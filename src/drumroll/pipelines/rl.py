@@ -8,20 +8,32 @@ from __future__ import annotations
 
 from drumroll.components import open_rollouts
 from drumroll.config import RLConfig
+from drumroll.config.distill import demonstrations
 from drumroll.errors import RolloutError
 from drumroll.pipelines import Pipeline
+from drumroll.pipelines.sft import Demonstrations, open_demonstrations
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.session import Remembered, Session
 from drumroll.stages import advantages, describe, infer, pack, publish, update
 from drumroll.workers.batch_builder import BatchBuilder
+from drumroll.workers.runtime import Workers
+
+Parts = tuple[Rollouts, Demonstrations | None]
 
 
-async def train(session: Session, config: RLConfig, rollouts: Rollouts) -> None:
+def open_parts(config: RLConfig, workers: Workers) -> Parts:
+    """The stream of scored groups, and the rows to imitate beside it."""
+    rows = config.demonstrations
+    given = None if rows is None else open_demonstrations(demonstrations(config, rows), workers)
+    return open_rollouts(config, workers), given
+
+
+async def train(session: Session, config: RLConfig, parts: Parts) -> None:
     """Generate, score, train, publish, commit; until the steps are done."""
-    workers = session.workers
+    workers, (rollouts, rows) = session.workers, parts
     memory = Remembered(await workers.batch_builder.call(0, BatchBuilder.start))
     rollouts.listeners.append(session.open_ledger())
-    session.watch(rollouts=rollouts, algorithm=memory)
+    session.watch(rollouts=rollouts, algorithm=memory, **({} if rows is None else {"demonstrations": rows}))
     temperature = config.rollout.temperature
 
     await session.start()
@@ -42,7 +54,9 @@ async def train(session: Session, config: RLConfig, rollouts: Rollouts) -> None:
                     metrics |= found
 
                 async with session.stage("train"):
-                    metrics |= await update(workers, batch, temperature, idle=session.step < config.algorithm.critic_first)
+                    given = None if rows is None else workers.batch_builder.put(rows.batch())
+                    idle = session.step < config.algorithm.critic_first
+                    metrics |= await update(workers, batch, temperature, idle=idle, demonstrations=given)
 
             async with session.stage("publish"):
                 await publish(workers, session.step + 1)
@@ -58,4 +72,4 @@ async def train(session: Session, config: RLConfig, rollouts: Rollouts) -> None:
     await session.finish()
 
 
-PIPELINE = Pipeline(RLConfig, open_rollouts, train)
+PIPELINE = Pipeline(RLConfig, open_parts, train)

@@ -56,7 +56,7 @@ def arrange(config: RunConfig, pool: Pool, needs: Collection[str]) -> Layout:
 def check_meshes(config: RunConfig, layout: Layout) -> None:
     """Refuse divisions that a backend does not have, or that a role's model does not allow if its shape is known."""
     for role, mesh in layout.meshes.items():
-        backend, name = config.learner_backend(role), getattr(config.roles, role).model or config.model
+        backend, name = config.learner_backend(role), config.role_model(cast("LearnerRole", role))
         traits = learner_traits(backend)
         if mesh.data > 1 and "data" not in traits.axes:
             raise ConfigError(

@@ -12,6 +12,12 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 ARTICLES = frozenset({"a", "an", "the"})
 
 
+@REWARDS.register("unscored")
+def unscored(completion: str) -> float:
+    """0 for every completion, for pipelines that need no reward."""
+    return 0.0
+
+
 @REWARDS.register("exact")
 def exact(completion: str, answer: object) -> float:
     """1 when the completion is the answer, white space at the ends aside."""

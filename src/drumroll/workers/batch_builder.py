@@ -5,7 +5,7 @@ It remembers nothing between calls: what an algorithm's parts remember travels w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from drumroll.algorithms import Algorithm
 from drumroll.algorithms.losses import Loss
-from drumroll.batch import Batch, pack
-from drumroll.learners import Statistics, Update
+from drumroll.batch import Batch, join, pack
+from drumroll.learners import Aggregation, Statistics, Update
 from drumroll.learners.heads import LogProbHead
 from drumroll.learners.statistics import merge
 from drumroll.sample import Group, Version
@@ -53,15 +53,16 @@ class BatchBuilder:
         """Metrics of the last batch, and what the parts remember after it."""
         return self.algorithm.metrics, self.algorithm.state()
 
-    def actor_work(self, batch: Batch, temperature: float, idle: bool) -> Update:
-        """The policy's update."""
+    def actor_work(self, batch: Batch, temperature: float, idle: bool, demonstrations: Batch | None = None) -> Update:
+        """The policy's update, with demonstrations beside its own samples if there are some."""
+        batch = batch if demonstrations is None else join(batch, demonstrations)
         return Update(batch, self.algorithm.loss, self.algorithm.aggregate, temperature, idle)
 
-    def work(self, batch: Batch, loss: Loss, aggregate: Callable[[Batch], Tensor]) -> Update:
+    def work(self, batch: Batch, loss: Loss, aggregate: Aggregation, temperature: float = 1.0) -> Update:
         """An update by a loss of a pipeline's own."""
-        return Update(batch, loss, aggregate)
+        return Update(batch, loss, aggregate, temperature)
 
-    def measure(self, batch: Batch, loss: Loss, aggregate: Callable[[Batch], Tensor]) -> dict[str, float]:
+    def measure(self, batch: Batch, loss: Loss, aggregate: Aggregation) -> dict[str, float]:
         """The loss and its diagnostics on a batch whose log-probs are known, without an update."""
         assert batch.old is not None
         now = batch.old[batch.mask]

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from drumroll.config import RunConfig
 from drumroll.config.roles import ActorRole, CriticRole, JudgeRole, LearnerRole, ReferenceRole, RewardModelRole
 from drumroll.engines import Engine, EngineSetup, find_backend
 from drumroll.engines.native import NativeEngine
-from drumroll.errors import ConfigError
 from drumroll.learners import Learner
 from drumroll.learners.backend import LearnerSpec
 from drumroll.learners.backends import find_backend as find_learner_backend
 from drumroll.learners.heads import LogProbHead, ValueHead
 from drumroll.learners.ranks import ALONE, Ranks
-from drumroll.models.loading import LoadedModel, load, load_tokenizer
+from drumroll.models.loading import LoadedModel, load
 from drumroll.models.lora import add_adapters
 from drumroll.rewards.model import Classifier
 from drumroll.workers.group import Role
 from drumroll.workers.runtime import context_length
+from drumroll.workers.teachers import student_head, teacher_head
 
 L = TypeVar("L", bound=Learner)
 
@@ -33,30 +35,31 @@ def open_learner(config: RunConfig, role: LearnerRole, ranks: Ranks = ALONE, kin
     """A rank of a role that computes gradients or log-probs: its backend, its head, and, unless it is frozen, its optimizer."""
     section = getattr(config.roles, role)
     optim = {"actor": config.optim, "critic": config.roles.critic.optim}.get(role)
-    head = ValueHead() if role == "critic" else LogProbHead()
-    if role == "teacher":
-        _check_tokens(config)
+    device, teachers = local_device(config, section), config.roles.teacher.models() if role == "teacher" else []
+    heads: dict[str, Callable[[], Any]] = {
+        "critic": ValueHead,
+        "teacher": partial(teacher_head, config),
+        "actor": partial(student_head, config, device),
+    }
+    head = heads.get(role, LogProbHead)()
     spec = LearnerSpec(
-        config.role_model(role),
+        teachers[0] if teachers else config.role_model(role),
         head,
         ranks,
         optim,
         dtype=section.dtype or config.roles.actor.dtype,
-        device=local_device(config, section),
+        device=device,
         seed=config.seed,
         recompute_activations=getattr(section, "recompute_activations", False),
         lora=config.roles.actor.lora if role == "actor" else None,
         parallel=config.parallel(role),
     )
-    return kind(find_learner_backend(config.learner_backend(role))(spec), optim, head, total_steps=config.steps)
-
-
-def _check_tokens(config: RunConfig) -> None:
-    """Refuse a teacher whose log-probs cannot be compared with the actor's."""
-    if load_tokenizer(config.role_model("teacher")).get_vocab() != load_tokenizer(config.role_model("actor")).get_vocab():
-        raise ConfigError(
-            f"roles.teacher.model: {config.role_model('teacher')} has other tokens than the actor, so their log-probs cannot be compared."
-        )
+    make = find_learner_backend(config.learner_backend(role))
+    learner = kind(make(spec), optim, head, total_steps=config.steps)
+    if teachers and config.roles.teacher.domains:
+        others = [make(replace(spec, name=model)) for model in teachers[1:]]
+        learner.teachers = [learner.backend, *others], config.roles.teacher.number
+    return learner
 
 
 def make_engine(config: RunConfig, load_model: Callable[[], LoadedModel] | None = None) -> Engine:

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 
 from drumroll.algorithms import Algorithm
+from drumroll.algorithms.divergences import DIVERGENCES
 from drumroll.config import RunConfig
 from drumroll.config.learners import learner_traits
 from drumroll.config.roles import BUILT_IN_MODELS, LearnerRole
@@ -124,7 +125,9 @@ def check_backends(config: RunConfig) -> None:
 
 def open_algorithm(config: RunConfig) -> Algorithm:
     """The algorithm's parts. One update per batch needs no log-probs of the policy before it."""
-    stale = config.rollout_section().max_staleness > 0
+    stale, divergence = config.rollout_section().max_staleness > 0, config.divergence_section()
+    if divergence is not None:
+        DIVERGENCES.get(divergence.use)
     return Algorithm(config.algorithm_section(), single_update=config.single_update(), longest=config.longest(), stale=stale)
 
 

@@ -5,10 +5,11 @@ A loss is one function of `Tokens` and the config; a user's own is named as `mod
 """
 
 from drumroll.algorithms.losses import cispo, gspo, mirror, pg, ppo, sapo, topr
+from drumroll.algorithms.losses.distill import DistillLoss
 from drumroll.algorithms.losses.parts import LOSSES, Loss, Tokens, ValueTokens
 from drumroll.algorithms.losses.policy import PolicyLoss, kl_divergence
 from drumroll.algorithms.losses.sft import SFTLoss
 from drumroll.algorithms.losses.value import ValueLoss
 
-__all__ = ["LOSSES", "Loss", "PolicyLoss", "SFTLoss", "Tokens", "ValueLoss", "ValueTokens", "kl_divergence"]
+__all__ = ["LOSSES", "DistillLoss", "Loss", "PolicyLoss", "SFTLoss", "Tokens", "ValueLoss", "ValueTokens", "kl_divergence"]
 METHODS = (cispo, gspo, mirror, pg, ppo, sapo, topr)

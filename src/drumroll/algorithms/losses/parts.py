@@ -27,6 +27,9 @@ class Tokens:
     sequence: Tensor  # which sequence of the micro-batch a token belongs to
     rewards: Tensor | None = None  # of the token's sample
     teacher: Tensor | None = None
+    divergence: Tensor | None = None  # from the teacher, with gradient, where more than the sampled token is compared
+    teacher_weight: Tensor | None = None  # of the token's domain
+    given: Tensor | None = None  # bool: of a demonstration, beside the policy's own samples
     sequences: int | None = None  # at most so many; the host knows it, and else would wait for the device to count them
     unit: Tensor | None = None  # which unit (pair) of the micro-batch a token belongs to; None if the batch has no units
     units: int | None = None  # how many

@@ -29,6 +29,7 @@ from drumroll.learners.megatron.names import Names, check_config, check_mesh
 from drumroll.learners.pieces import Piece, cut
 from drumroll.learners.statistics import Statistics
 from drumroll.models.blocks import BlockSource
+from drumroll.models.distillation import Target, TeacherPass
 from drumroll.models.export import export_model
 from drumroll.models.loading import DTYPES, LoadedModel, load_empty
 from drumroll.models.prefix_tree import PrefixTree
@@ -80,6 +81,7 @@ class Inputs:
     before: Tensor
     chosen: Tensor
     trained: int  # how many of them count
+    asked: TeacherPass | Target | None = None
 
 
 class MegatronBackend:
@@ -141,10 +143,11 @@ class MegatronBackend:
         def numbers(_: int, given: Inputs, states: Tensor) -> Numbers:
             return self._score(states, given, settings)
 
-        inputs = self._begin(micro_batches)
+        inputs = self._begin(micro_batches, settings)
+        width = settings.teaching.width if isinstance(settings.teaching, TeacherPass) else 0
         with self.ranks.failing_together(), torch.no_grad():
             found = self._schedule(inputs, numbers, train=False)
-            return self._from_last_stage(micro_batches, found)
+            return self._from_last_stage(micro_batches, found, width)
 
     def train(self, micro_batches: Sequence[Batch], settings: Settings, loss: LossFunction) -> Statistics:
         assert self.optimizer is not None, "a frozen role is not trained"
@@ -163,7 +166,7 @@ class MegatronBackend:
             statistics.add(total.detach(), int(micro.mask.sum()), diagnostics)
             return total
 
-        inputs = self._begin(micro_batches)
+        inputs = self._begin(micro_batches, settings)
         with self.ranks.failing_together():
             self._schedule(inputs, weigh, train=True)
         with self.ranks.agreed(self.drop_gradients):
@@ -175,13 +178,13 @@ class MegatronBackend:
         self._routers.add_to(statistics)
         return statistics
 
-    def _begin(self, micro_batches: Sequence[Batch]) -> list[Inputs]:
+    def _begin(self, micro_batches: Sequence[Batch], settings: Settings) -> list[Inputs]:
         """Prepare all micro-batches, and vote."""
         with self.ranks.agreed(self.drop_gradients):
             self._check_stop()
-            return [self._inputs(micro) for micro in micro_batches]
+            return [self._inputs(micro, settings) for micro in micro_batches]
 
-    def _inputs(self, micro: Batch) -> Inputs:
+    def _inputs(self, micro: Batch, settings: Settings) -> Inputs:
         """Without a trained token one token of no weight is computed: ranks exchange tokens for their experts."""
         one = torch.zeros(1, dtype=torch.int64)
         tokens, paths, before, chosen = one, [Path(one)], one, one
@@ -194,10 +197,11 @@ class MegatronBackend:
             tokens = torch.cat([tokens, tokens.new_zeros(more)])
         sent = (accelerator.send(x, self.device) for x in (tokens[None], before, chosen))
         tokens, before, chosen = sent
-        return Inputs(tokens, PrefixTree(paths, self.device), before, chosen, int(micro.mask.sum()))
+        asked = settings.asked(micro, self.device)
+        return Inputs(tokens, PrefixTree(paths, self.device), before, chosen, int(micro.mask.sum()), asked)
 
     def _score(self, states: Tensor, given: Inputs, settings: Settings) -> Numbers:
-        return self.stage.score(states, given.before, given.chosen, settings)
+        return self.stage.score(states, given.before, given.chosen, settings, given.asked)
 
     def _schedule(self, inputs: Sequence[Inputs], last: Any, *, train: bool) -> list[Any]:
         """Run micro-batches through the pipeline; on its last stage `last` gets each one's number, inputs and states."""
@@ -227,16 +231,17 @@ class MegatronBackend:
             collect_non_loss_data=not train,
         )
 
-    def _from_last_stage(self, micro_batches: Sequence[Batch], found: list[Numbers]) -> list[Numbers]:
-        """The numbers of all micro-batches on every stage."""
+    def _from_last_stage(self, micro_batches: Sequence[Batch], found: list[Numbers], width: int) -> list[Numbers]:
+        """The numbers of all micro-batches on every stage; of a teacher's pass, rows of a width."""
         sizes = [max(1, int(micro.mask.sum())) for micro in micro_batches]
-        columns = 1 if self.names.value else 2
+        columns = width or (1 if self.names.value else 2)
         if self.ranks.mesh.pipeline > 1:
             every = torch.zeros(columns, sum(sizes), device=self.device)
             if found:
-                every = torch.stack([torch.cat(column) for column in zip(*found, strict=True)])
+                parts = [torch.cat(column) for column in zip(*found, strict=True)]
+                every = parts[0].T.float().contiguous() if width else torch.stack(parts)
             dist.broadcast(every, self._last_stage(), group=self.ranks.along["pipeline"])
-            found = [tuple(part) for part in every.split(sizes, dim=1)]
+            found = [(part.T,) if width else tuple(part) for part in every.split(sizes, dim=1)]
         return [n if micro.mask.any() else (torch.zeros(0),) for n, micro in zip(found, micro_batches, strict=True)]
 
     def _told_by_last_stage(self, statistics: Statistics) -> Statistics:

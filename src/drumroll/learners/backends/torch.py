@@ -34,6 +34,7 @@ from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.learners.statistics import Statistics
 from drumroll.models.blocks import local_tensor
 from drumroll.models.context_parallel import ContextLayout
+from drumroll.models.distillation import Target
 from drumroll.models.experts import Routed, Routers
 from drumroll.models.export import export_model
 from drumroll.models.file_names import as_in_files
@@ -160,7 +161,11 @@ class TorchBackend:
             layout = ContextLayout(len(tree.tokens), tree.paths, before, self.ranks.along["context"], self.device)
             tokens, before, chosen = layout.own(tree.tokens, chosen)
         tokens, before, chosen = (accelerator.send(x, self.device) for x in (tokens, before, chosen))
-        return tokens, layout, before, chosen, settings.temperature, settings.entropy_gradient
+        asked = settings.asked(micro, self.device)
+        if isinstance(asked, Target) and isinstance(layout, ContextLayout):
+            asked = asked.of(layout.rows)
+        more = () if asked is None else (asked,)
+        return tokens, layout, before, chosen, settings.temperature, settings.entropy_gradient, *more
 
     def _forward(self, inputs: tuple[Any, ...]) -> Numbers:
         """The head's numbers at the trained tokens of a micro-batch."""

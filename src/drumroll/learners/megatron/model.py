@@ -23,6 +23,7 @@ from drumroll.learners.backend import LearnerSpec, Numbers
 from drumroll.learners.heads import Settings
 from drumroll.learners.megatron.groups import expert_tensor
 from drumroll.learners.megatron.names import Names, expert_width
+from drumroll.models.distillation import Target, TeacherPass
 from drumroll.models.head import LanguageModelHead
 from drumroll.models.loading import DTYPES
 from drumroll.models.tensor_parallel import TensorParallel
@@ -76,14 +77,17 @@ class PackedModel(_Model):
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
-    def score(self, states: Tensor, before: Tensor, chosen: Tensor, settings: Settings) -> Numbers:
+    def score(
+        self, states: Tensor, before: Tensor, chosen: Tensor, settings: Settings, asked: TeacherPass | Target | None
+    ) -> Numbers:
         """The head's numbers for the chosen tokens, from the last stage's states."""
         if self.config.sequence_parallel:  # every rank computes all of the loss, so gradients are split, not summed
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
         hidden = states[:, 0].index_select(0, before)
         if self.names.value:
             return (self.value_head(hidden)[:, 0].float(),)
-        return VocabularyHead(self)(hidden, chosen, settings.temperature, entropy_gradient=settings.entropy_gradient)
+        how = {"entropy_gradient": settings.entropy_gradient, "asked": asked}
+        return VocabularyHead(self)(hidden, chosen, settings.temperature, **how)
 
 
 class VocabularyHead(LanguageModelHead):
