@@ -17,9 +17,9 @@ from drumroll.runfiles.durable import write_text
 
 FORMAT = 1
 """The version of the format that this library writes, and the newest that it reads."""
-FORMAT_FILE = "format.json"
+FORMAT_FILE, OBJECTS = "format.json", "objects.json"
 CONFIG, METRICS, SUMMARY, LEDGER, REPORT = "config.yaml", "metrics.jsonl", "summary.json", "ledger.sqlite", "report.html"
-ROLLOUTS, CHECKPOINTS, MODEL, RESCORED, OBJECTS = "rollouts", "checkpoints", "model", "rescored", "objects.json"
+ROLLOUTS, CHECKPOINTS, MODEL, RESCORED = "rollouts", "checkpoints", "model", "rescored"
 
 
 @dataclass(frozen=True)

@@ -93,14 +93,6 @@ class RunReader:
             return {}
 
     @property
-    def objects(self) -> dict[str, dict[str, Any]]:
-        """The objects that Python gave the run, by name: each one's kind, and its source or its number of rows."""
-        try:
-            return json.loads((self.path / OBJECTS).read_text("utf-8"))
-        except FileNotFoundError:
-            return {}
-
-    @property
     def model_path(self) -> Path:
         """The trained model: a plain Hugging Face directory, once the run has finished."""
         return self.path / MODEL
@@ -113,6 +105,14 @@ class RunReader:
     def open_ledger(self) -> LedgerReader:
         """Open the ledger for queries."""
         return LedgerReader(self.path / LEDGER)
+
+    @property
+    def objects(self) -> dict[str, dict[str, Any]]:
+        """The objects that Python gave the run, by name: each one's kind, and its source or its number of rows."""
+        try:
+            return json.loads((self.path / OBJECTS).read_text("utf-8"))
+        except FileNotFoundError:
+            return {}
 
     # --- samples ---
 

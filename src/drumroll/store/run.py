@@ -39,10 +39,10 @@ from drumroll.sample import Sample
 from drumroll.store.checkpoints import Checkpoints
 from drumroll.store.lock import LOCK
 
-BEFORE_CONFIG = {LOCK, FORMAT_FILE, f".{FORMAT_FILE}.tmp", f".{CONFIG}.tmp"}
+BEFORE_CONFIG = {LOCK, FORMAT_FILE, OBJECTS, *(f".{name}.tmp" for name in (FORMAT_FILE, OBJECTS, CONFIG))}
 """Files of a run directory whose creation was interrupted."""
 BEFORE_A_STEP = {
-    *(*BEFORE_CONFIG, CONFIG, OBJECTS, METRICS, ROLLOUTS, CHECKPOINTS, LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm"),
+    *(*BEFORE_CONFIG, CONFIG, METRICS, ROLLOUTS, CHECKPOINTS, LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm"),
     *("judge.jsonl", "tensorboard", "wandb", REPORT),
 }
 """Files of a run that ended before its first step."""
@@ -106,10 +106,10 @@ class Run(RunReader):
     @classmethod
     def reopen(cls, path: Path, config: RunConfig, given: Mapping[str, Any] | None = None) -> Run:
         """Open a run directory to continue it, and keep the config: overrides given on resuming hold from then on."""
-        write_text(path / CONFIG, dump(config))
         if given:
             described = {name: describe(value) for name, value in given.items()}
             write_text(path / OBJECTS, json.dumps(described, indent=2) + "\n")
+        write_text(path / CONFIG, dump(config))
         return cls(path, config, given)
 
     @property
