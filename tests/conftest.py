@@ -107,7 +107,7 @@ def kill() -> Callable[..., Coroutine[Any, Any, None]]:
 
 @pytest.fixture
 def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Coroutine[Any, Any, None]]], Any]:
-    """Make a run's progress that strikes at its workers when step 1 is committed, and keeps what it hears."""
+    """Make a run's progress that strikes at its workers when step 1 is committed, and keeps what it hears of lost ones."""
     from drumroll.observe.progress import Quiet
     from drumroll.workers.ray import RayWorkers
 
@@ -128,7 +128,8 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Corouti
                 self.task = asyncio.ensure_future(self.strike(opened[-1]))
 
         def notice(self, text: str) -> None:
-            self.heard.append(text)
+            if " is gone" in text:
+                self.heard.append(text)
 
     return Killer
 

@@ -449,7 +449,7 @@ def export(run_path: str, step: str, to: Path, merge_lora: bool, dtype: str | No
 @click.option("--kind", type=click.Choice(["train", "eval"]), default=None, help="Only training or evaluation samples.")
 @click.option("--domain", help="Only samples of this domain.")
 @click.option("--where", metavar="CONDITION", help="An SQL condition, such as \"reward < 0.5 and rewards ->> 'format' = 1\".")
-@click.option("--limit", default=20, show_default=True, help="How many to show.")
+@click.option("--limit", default=20, type=click.IntRange(1), show_default=True, help="How many to show.")
 @click.option("--full", is_flag=True, help="Show whole texts, one sample under another.")
 @click.option("--json", "as_data", is_flag=True, help="Print one JSON object per sample.")
 def samples(run_path: str, full: bool, as_data: bool, **chosen: Any) -> None:

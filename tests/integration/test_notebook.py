@@ -33,5 +33,7 @@ def test_a_notebook_trains_with_a_function_and_a_frame_plots_and_loads_the_model
     assert "eval/sums" in shown(again, "text/plain")
     assert shown(checked, "text/plain").startswith("(True,")
     assert "def correct(completion" in shown(checked, "text/plain")
-    assert [output.traceback for output in told.outputs] == [["ConfigError: the key 'data' is missing."]]
+    assert [output.traceback for output in told.outputs] == [
+        ["ConfigError: the key 'data' is missing; `drumroll explain data` says what it is."]
+    ]
     assert (tmp_path / "runs" / "notebook" / "summary.json").exists()

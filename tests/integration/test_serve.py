@@ -185,6 +185,7 @@ def test_who_hangs_up_stops_the_generation(stream):
 
 def test_twenty_agents_at_once_are_recorded_token_by_token():
     """Random agents: they go on, fork, rewrite, compact, stream, want several answers, and hang up."""
+    hung_up = set()
 
     async def agent(house, number):
         choose = random.Random(number)
@@ -197,6 +198,7 @@ def test_twenty_agents_at_once_are_recorded_token_by_token():
                     task = asyncio.ensure_future(say(client, talk, **options))
                     await asyncio.sleep(choose.random() * 0.02)
                     task.cancel()
+                    hung_up.add(number)
                     await asyncio.gather(task, return_exceptions=True)
                 if choose.random() < 0.3:
                     answers = [""] * options["n"]
@@ -216,7 +218,8 @@ def test_twenty_agents_at_once_are_recorded_token_by_token():
             await asyncio.gather(*(agent(house, number) for number in range(20)))
             while house.router.busy():
                 await asyncio.sleep(0.01)
-            forks = [house.check_record(f"a{number}") for number in range(20)]
+            forks = [house.check_record(f"a{number}", hung_up=number in hung_up) for number in range(20)]
+            assert len(hung_up) < 20
             assert sum(map(len, forks)) > 30
 
     play(scene())

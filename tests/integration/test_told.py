@@ -41,7 +41,7 @@ def test_an_exception_of_a_reward_is_told_with_file_and_line(trained, drumroll, 
     assert all(s["traceback"].endswith("~~~^^^^^") for s in run.samples if s["failure"])
     page = html.unescape((run.path / "report.html").read_text())
     assert page.count(f'{name}.py", line 3, in inner') == 1
-    code, out, err = drumroll("run", "samples", str(run.path), "--limit", "1")
+    code, out, err = drumroll("run", "samples", str(run.path), "--limit", "1", "--where", "failure is not null")
     assert out.count('return row["x"]') == 1, err
     _, out, _ = drumroll("run", "ledger", str(run.path), "--prompt", next(s["prompt_id"] for s in run.samples if s["failure"]))
     assert "line 3" in " ".join(out.split())

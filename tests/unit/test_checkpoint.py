@@ -238,10 +238,13 @@ def test_a_block_at_a_wrong_place_is_noticed(tmp_path, wrong, monkeypatch):
 
 def test_another_model_is_refused_by_the_first_tensor_that_differs(tmp_path):
     other = "the checkpoint FOLDER holds another model than the config names: "
+    fix = ". Continue it without that override, or begin a new run."
     saved(tmp_path)
-    assert refused(tmp_path, ((6, 4), (7,))) == other + "layers.1.weight has shape [5] in the checkpoint and [7] in the model."
-    assert refused(tmp_path, ((6, 4),)) == other + "the model has no layers.1.weight."
-    assert refused(tmp_path, names={"layers.1.weight": "head"}) == other + "the checkpoint has no head."
+    assert (
+        refused(tmp_path, ((6, 4), (7,))) == f"{other}layers.1.weight has shape [5] in the checkpoint and [7] in the model{fix}"
+    )
+    assert refused(tmp_path, ((6, 4),)) == f"{other}the model has no layers.1.weight{fix}"
+    assert refused(tmp_path, names={"layers.1.weight": "head"}) == f"{other}the checkpoint has no head{fix}"
 
 
 def test_the_format_of_before_is_refused(tmp_path):

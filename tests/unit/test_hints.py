@@ -108,4 +108,5 @@ def test_each_hint_is_given_once_in_the_terminal_and_the_report_and_not_again_on
     again = Heard()
     resumed = train(resume=run.path, overrides=["steps=3"], progress=again)
     assert [hint["name"] for hint in resumed.hints][: len(names)] == names
+    assert resumed.settings["steps"] == 3  # the override holds from now on
     assert not any(hint["text"] in line for hint in json.loads(json.dumps(run.hints))[: len(names)] for line in again.lines)

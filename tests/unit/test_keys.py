@@ -59,7 +59,9 @@ def test_values_are_explained_inside_lists_and_optional_sections(small):
     assert "value:   4, set by default" in explain("roles.actor.lora.rank", loaded)
 
 
-def test_overrides_reach_into_lists(small):
+def test_overrides_reach_into_lists_and_sections_that_are_null(small):
+    recipe = small(roles={"actor": {"lora": None}})
+    assert load(recipe, ["roles.actor.lora.rank=4"]).config.roles.actor.lora.rank == 4
     assert load(small(), ["trackers.0.kind=wandb", "trackers.0.mode=offline"]).config.trackers[0].mode == "offline"
     with pytest.raises(ConfigError, match=r"'1' is no position in a list of 0; the first is 0"):
         load(small(trackers=[]), ["trackers.1.kind=wandb"])

@@ -119,7 +119,7 @@ def test_none_is_not_applicable(mine):
         ("exat", "Did you mean 'exact'?"),
         ("nowhere:f", "there is no module 'nowhere'"),
         ("drumroll.rewards.text:exactt", "has no 'exactt'. Did you mean 'exact'?"),
-        ("drumroll.rewards.text:NUMBER", "is a Pattern, not a function"),
+        ("drumroll.rewards.text:NUMBER", "is of type Pattern, not a function"),
     ],
 )
 def test_rewards_that_do_not_exist(use, sentence):

@@ -133,7 +133,9 @@ def _apply(values: dict[str, Any], override: str, origins: dict[str, str]) -> No
 def _inside(place: dict[str, Any] | list[Any], part: str, override: str, missing: Any) -> Any:
     """What is at a key, or at a position of a list; `missing` is put where nothing is, also after the last of a list."""
     if isinstance(place, dict):
-        return place.setdefault(part, missing)
+        if place.get(part) is None:  # also an optional section that a run's config has as null
+            place[part] = missing
+        return place[part]
     if not part.isdigit() or int(part) > len(place):
         raise ConfigError(f"override '{override}': '{part}' is no position in a list of {len(place)}; the first is 0.")
     if int(part) == len(place):

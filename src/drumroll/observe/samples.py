@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -59,25 +60,24 @@ def find_samples(
     for file in files:
         if len(found) >= limit or (found and condition is None and file.step != found[0]["step"]):
             break
-        found += _of_file(run, file, domain, condition)[: limit - len(found)]
+        found += islice(_of_file(run, file, domain, condition), limit - len(found))
     return with_dialogues(run, found)
 
 
-def _of_file(run: RunReader, file: RolloutFile, domain: str | None, condition: Condition | None) -> list[Row]:
-    """Read the rows of a file; those that a condition does not want are read no further than it needs."""
+def _of_file(run: RunReader, file: RolloutFile, domain: str | None, condition: Condition | None) -> Iterator[Row]:
+    """Yield the rows of a file; those that a condition does not want are read no further than it needs."""
     chosen = {"step": file.step, "kind": file.kind, "domain": domain}
     if condition is None:
-        return list(run.select(RECORDED, **chosen))
+        yield from run.select(RECORDED, **chosen)
+        return
     keys = ("id", "prompt_id")
     needed = dict.fromkeys((*keys, *(name for column in condition.used for name in _needed(column))))
     rows = list(run.select(tuple(needed), **chosen))
     hits = [tuple(rows[i][key] for key in keys) for i in condition.matches(map(_values(condition.used), rows))]
-    if not hits:
-        return []
     wanted = set(hits)
-    return [
-        row for row in run.select(RECORDED, **chosen, ids={name for name, _ in hits}) if (row["id"], row["prompt_id"]) in wanted
-    ]
+    for row in run.select(RECORDED, **chosen, ids={name for name, _ in hits}) if hits else ():
+        if (row["id"], row["prompt_id"]) in wanted:
+            yield row
 
 
 def _needed(column: str) -> Sequence[str]:

@@ -62,6 +62,7 @@ class SampleRow(TypedDict):
     turns: list[TurnRow]
     success: bool | None
     notes: list[str]
+    extra: dict[str, Any]
 
 
 class Frame(list[R]):

@@ -115,14 +115,6 @@ class RunReader:
             return {}
 
     @property
-    def objects(self) -> dict[str, dict[str, Any]]:
-        """The objects that Python gave the run, by name: each one's kind, and its source or its number of rows."""
-        try:
-            return json.loads((self.path / OBJECTS).read_text("utf-8"))
-        except FileNotFoundError:
-            return {}
-
-    @property
     def hints(self) -> list[dict[str, Any]]:
         """What the run told its user to look at, each with name, step and text."""
         try:
@@ -143,6 +135,14 @@ class RunReader:
     def open_ledger(self) -> LedgerReader:
         """Open the ledger for queries."""
         return LedgerReader(self.path / LEDGER)
+
+    @property
+    def objects(self) -> dict[str, dict[str, Any]]:
+        """The objects that Python gave the run, by name: each one's kind, and its source or its number of rows."""
+        try:
+            return json.loads((self.path / OBJECTS).read_text("utf-8"))
+        except FileNotFoundError:
+            return {}
 
     # --- samples ---
 

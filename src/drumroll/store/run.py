@@ -42,10 +42,10 @@ from drumroll.sample import Sample
 from drumroll.store.checkpoints import Checkpoints
 from drumroll.store.lock import LOCK
 
-BEFORE_CONFIG = {LOCK, FORMAT_FILE, f".{FORMAT_FILE}.tmp", f".{CONFIG}.tmp"}
+BEFORE_CONFIG = {LOCK, FORMAT_FILE, OBJECTS, *(f".{name}.tmp" for name in (FORMAT_FILE, OBJECTS, CONFIG))}
 """Files of a run directory whose creation was interrupted."""
 BEFORE_A_STEP = {
-    *(*BEFORE_CONFIG, CONFIG, OBJECTS, METRICS, ROLLOUTS, CHECKPOINTS, LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm"),
+    *(*BEFORE_CONFIG, CONFIG, METRICS, ROLLOUTS, CHECKPOINTS, LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm"),
     *("judge.jsonl", "tensorboard", "wandb", TRACKERS, REPORT, OUTCOME, HINTS, f".{HINTS}.tmp"),
 }
 """Files of a run that ended before its first step."""
@@ -115,10 +115,10 @@ class Run(RunReader):
 
     def write_config(self) -> None:
         """Keep the config: overrides given on resuming hold from then on."""
-        write_text(self.path / CONFIG, dump(self.config))
         if self.given:
             described = {name: describe(value) for name, value in self.given.items()}
             write_text(self.path / OBJECTS, json.dumps(described, indent=2) + "\n")
+        write_text(self.path / CONFIG, dump(self.config))
 
     @property
     @override
