@@ -136,13 +136,16 @@ class Screen(Plain):
         return Group(self.bar, table)
 
 
-TRAIN = ("train/loss", "train/entropy", "train/kl", "train/grad_norm", "train/mismatch")
+TRAIN = ("train/loss", "train/accuracy", "train/margin", "train/entropy", "train/kl", "train/grad_norm", "train/mismatch")
 STAGES = tuple(f"time/{name}" for name in ("rollout", "infer", "train", "publish", "eval", "checkpoint"))
+
+DETAILS = ("/effective", "/malformed", "/turns", "/reward_chosen", "/reward_rejected", "/logprob_chosen", "/logprob_rejected")
+"""Ends of the names of held-out metrics that are no scores."""
 
 
 def _held_out(name: str) -> bool:
     """Whether a metric is a score of a held-out set; pass@k and facts about episodes other than success are not."""
-    return name.startswith("eval/") and "@" not in name and not name.endswith(("/effective", "/malformed", "/turns"))
+    return name.startswith("eval/") and "@" not in name and not name.endswith(DETAILS)
 
 
 def headline(metrics: Metrics) -> list[tuple[str, str]]:
@@ -150,7 +153,8 @@ def headline(metrics: Metrics) -> list[tuple[str, str]]:
     names = [n for n in metrics if n.startswith("reward/") and n.count("/") == 1]
     names += [n for n in metrics if n.startswith("environment/") and n.endswith("/success")]
     names += [n for n in metrics if _held_out(n)]
-    names += [n for n in ("train/loss", "train/entropy", "train/mismatch", "time/tokens_per_s", *STAGES) if n in metrics]
+    train = ("train/loss", "train/accuracy", "train/margin", "train/entropy", "train/mismatch")
+    names += [n for n in (*train, "time/tokens_per_s", *STAGES) if n in metrics]
     return [(n.removeprefix("train/"), f"{metrics[n]:.3g}") for n in names]
 
 
