@@ -190,7 +190,8 @@ def test_the_verbs_know_a_pipeline_by_its_config(imitation, drumroll):
     assert "Rows of a step" in drumroll("explain", "rows", str(path))[1]
     code, out, _ = drumroll("train", str(path), "--dry-run")
     assert (code, "# 2 steps of 4 rows" in out, "the first prompt of data.train.sums" in out) == (0, True, True)
-    for verb in (["rollout"], ["check", "recipe"], ["plan", "--simulate"]):
+    assert "the first prompt of data.train.sums" in drumroll("check", "recipe", str(path))[1]
+    for verb in (["rollout"], ["plan", "--simulate"]):
         code, _, error = drumroll(*verb, str(path))
         assert (code, f"this recipe is pipeline: {name}:PIPELINE" in error) == (2, True), (verb, error)
     code, _, error = drumroll("train", str(path), "rowss=3")

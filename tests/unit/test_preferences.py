@@ -237,6 +237,9 @@ def test_rated_rows_are_single_answers_and_pairs_two():
     assert len(traces_of(LAYOUTS["implicit"], renderer, loss="kto")) == 2
     with pytest.raises(BadRow, match="loss: kto takes rows with completion and label"):
         traces_of(rated, renderer)
+    with pytest.raises(BadRow, match="its label is None"):
+        traces_of({**rated, "label": None}, renderer, loss="kto")
+    assert shown({**rated, "label": "False"}, renderer, loss="kto") == shown(rated, renderer, loss="kto")
     with pytest.raises(BadRow, match="its label is 'good'"):
         traces_of({**rated, "label": "good"}, renderer, loss="kto")
 

@@ -33,6 +33,9 @@ REASONS = {
 }
 """Why a row is dropped though nothing is wrong with it."""
 
+LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
+"""Labels as they stand in files; those of CSV are texts."""
+
 
 class Dropped(Exception):
     """A row of which nothing can be learned; the argument is a key of `REASONS`."""
@@ -86,12 +89,13 @@ class PreferenceReader:
                 f"{reader.name}: a row lacks 'chosen' or 'rejected', which loss: {self.config.loss} compares{other}; "
                 f"it has {', '.join(sorted(row))}."
             )
-        if completion is None or label not in (0, 1):
+        rating = LABELS.get(str(label).lower())
+        if completion is None or rating is None:
             raise BadRow(
                 f"{reader.name}: a row needs 'completion' with a 'label' of true or false, or 'chosen' and 'rejected'; "
                 f"its label is {label!r:.40}, it has {', '.join(sorted(row))}."
             )
-        return [(completion, float(label))]
+        return [(completion, rating)]
 
     def _pieces(self, reader: Reader, prompt: Prompt, content: Content, answer: Any) -> Pieces:
         """The tokens of an answer: the assistant's turns, and what was said between them."""

@@ -25,11 +25,14 @@ class Number:
 PATTERNS = (
     (r"reward/([^/]+)", "reward {}", "{:6.3f}"),
     (r"environment/([^/]+)/success", "success {}", "{:5.3f}"),
+    (r"train/accuracy", "accuracy", "{:5.3f}"),
+    (r"train/margin", "margin", "{:6.3f}"),
     (r"rollout/length", "length", "{:6.1f}"),
     (r"train/kl_reference", "KL to reference", "{:8.1e}"),
     (r"train/mismatch", "mismatch", "{:7.1e}"),
     (r"time/tokens_per_s", "tokens/s", "{:6.0f}"),
     (r"eval/([^/@]+)", "held-out {}", "{:6.3f}"),
+    (r"eval/([^/@]+)/accuracy", "held-out accuracy of {}", "{:6.3f}"),
 )
 LOSS = (r"train/loss", "loss", "{:8.4f}")
 """Shown where there is no reward: of a policy it says little."""

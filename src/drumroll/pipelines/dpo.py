@@ -80,7 +80,7 @@ class Comparison:
     def _batches(self, groups: Sequence[Group]) -> Iterator[Batch]:
         """All that the reference is asked about."""
         yield packed(groups, pairs=self.pairs)
-        if not self.pairs:
+        if not self.pairs:  # the KL is estimated on these
             yield pack(mismatched(groups, self.config.max_tokens))
 
     async def _infer_reference(self, batch: Batch) -> Batch:
@@ -103,7 +103,7 @@ class Comparison:
     async def loss(self, groups: Sequence[Group]) -> PreferenceLoss:
         """The loss; on rated answers with the batch's KL, which is estimated with the policy before the update."""
         terms = self.config.terms()
-        if self.pairs or sum(len(group.samples) for group in groups) < 2:
+        if self.pairs or not self.config.takes_reference() or sum(len(group.samples) for group in groups) < 2:
             return PreferenceLoss(terms)
         batch = await self._with_policy(await self.compared(pack(mismatched(groups, self.config.max_tokens))))
         return PreferenceLoss(terms, max(0.0, await self.workers.batch_builder.call(0, BatchBuilder.divergence, batch)))
