@@ -133,6 +133,18 @@ def test_gold_parts_and_full_text(run, drumroll):
     assert (second["reward"], second["fate"]) == (None, "failed")
 
 
+def test_odd_values_of_a_dataset_are_shown_and_compared(run, drumroll):
+    """A number beyond SQLite's, a lone surrogate, a list, nothing."""
+    rows = [sample(i) for i in range(4)]
+    for row, answer in zip(rows, (10**30, "a\ud800b", [1, {"x": None}], None), strict=True):
+        row.prompt.columns["answer"] = answer
+    run.write_rollouts("train", 1, rows)
+    for words in ((), ("--full",), ("--json",)):
+        assert "a?b" in shown(drumroll, run.path, *words)
+    assert ids(find_samples(run, where=f"answer = '{10**30}'")) == [(1, "train", "0.0")]
+    assert ids(find_samples(run, where="answer is null")) == [(1, "train", "3.0")]
+
+
 # --- which samples ---
 
 

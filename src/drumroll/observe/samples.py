@@ -89,7 +89,9 @@ def _values(columns: Iterable[str]) -> Callable[[Row], Row]:
 
     def value(row: Row, column: str) -> Any:
         found = COMPUTED[column][1](row) if column in COMPUTED else row[column]
-        return found if found is None or isinstance(found, str | int | float) else json.dumps(found, default=str)
+        if found is None or isinstance(found, float) or (isinstance(found, int) and abs(found) < 2**63):
+            return found
+        return _printable(found if isinstance(found, str) else json.dumps(found, default=str))
 
     return lambda row: {column: value(row, column) for column in columns}
 
@@ -122,7 +124,7 @@ def with_dialogues(run: RunReader, rows: Sequence[Row]) -> list[Row]:
 def json_lines(rows: Iterable[Row]) -> Iterator[str]:
     """Yield each row as a JSON object."""
     for row in rows:
-        yield json.dumps(row, ensure_ascii=False, default=str)
+        yield _printable(json.dumps(row, ensure_ascii=False, default=str))
 
 
 # --- for people ---
@@ -185,7 +187,12 @@ def rewards_text(row: Row) -> str:
 
 def visible(text: str) -> Text:
     """A text for the terminal: no markup, and control characters as pictures."""
-    return Text(text.translate(CONTROLS))
+    return Text(_printable(text).translate(CONTROLS))
+
+
+def _printable(text: str) -> str:
+    """A text without lone surrogates, which JSON in a dataset may hold and no file or terminal takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def shortened(text: str, most: int = SHORT) -> Text:
