@@ -253,7 +253,8 @@ write, folder = Snapshot.write, pathlib.Path(sys.argv[2])
 
 class Telling(Quiet):
     def notice(self, text):
-        (folder / "told").touch()
+        if text.startswith("Stopping"):
+            (folder / "told").touch()
 
 def slow(self, path):
     write(self, path)
