@@ -156,7 +156,7 @@ async def train(session: Session, config: PreferenceConfig, parts: Parts) -> Non
         async with session.stage("publish"):
             await workers.publish(session.step + 1)
         metrics = {k: v for k, v in metrics.items() if not k.startswith(tuple(f"train/{name}" for name in ONLY_RL))}
-        estimate = {} if comparison.pairs else {"train/kl": loss.kl}
+        estimate = {} if comparison.pairs else {"train/kl_reference": loss.kl}
         await session.commit(metrics | estimate | margin(metrics, "train/") | rows.metrics())
     await session.finish()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -107,7 +108,7 @@ def _no_echo(echo: bool) -> bool:
     return echo
 
 
-class Body(BaseModel):
+class Body(BaseModel, ABC):
     """What requests for chat and for text completions share. Parameters that are not listed are not supported."""
 
     model_config = ConfigDict(extra="forbid")
@@ -141,9 +142,9 @@ class Body(BaseModel):
         """Return the maximum number of tokens, or None."""
         return self.max_tokens
 
+    @abstractmethod
     def alternatives(self) -> int | None:
         """Return how many of the likeliest tokens to list beside each token; None if no log-probs are wanted."""
-        raise NotImplementedError
 
 
 class ChatBody(Body):
