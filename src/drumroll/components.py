@@ -57,6 +57,7 @@ def scan_data(config: RunConfig, rewards: RequiredColumns) -> None:
     environment = config.environment_section()
     scan("data.train", config.data.train, lambda dataset: training_columns(config, dataset, rewards), environment)
     scan("eval.sets", config.eval.sets, lambda dataset: rewards, environment)
+    scan("held_out", config.held_out_sets(), lambda dataset: training_columns(config, dataset, rewards), environment)
     if (rows := config.demonstrations_section()) is not None:
         given = demonstrations(config, rows)
         scan("demonstrations", given.data.train, lambda dataset: training_columns(given, dataset, rewards), environment)

@@ -19,7 +19,7 @@ from drumroll.learners.backends.division import fill_block
 from drumroll.learners.checkpoint import read_masters
 from drumroll.learners.pieces import Piece, in_files
 from drumroll.models.blocks import BlockSource
-from drumroll.models.export import export_model
+from drumroll.models.export import export_model, save_adapter
 from drumroll.models.loading import DTYPES, LoadedModel, load, load_empty
 from drumroll.models.lora import BASE, add_adapters
 from drumroll.observe.model_card import base_model, write_card
@@ -88,8 +88,7 @@ def _write(run: RunReader, checkpoint: Path, folder: Path, dtype: str | None, *,
     shapes, weights = read_masters(checkpoint)
     if alone:
         given = {n: tensor if dtype is None else tensor.to(DTYPES[dtype]) for n, tensor in weights}
-        model.module.save_pretrained(folder, state_dict=given)
-        model.tokenizer.save_pretrained(folder)
+        save_adapter(model, folder, given)
         return
     if lora is None:  # as the working weights of the run were rounded
         weights = ((n, tensor.to(DTYPES[working])) for n, tensor in weights)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from drumroll.config.best import MEASURED
 from drumroll.envs.metrics import EPISODES
 from drumroll.errors import Interrupted
 from drumroll.learners import Learner
@@ -74,6 +75,7 @@ class Session:
         self.workers = workers
         workers.notify = progress.notice
         self.evaluator = evaluator
+        self._best_by = run.config.eval.decided_by(run.config.held_out_sets())
         self.progress = progress
         self.callbacks = callbacks or Callbacks()
         self.trackers = Trackers(run, progress.notice)
@@ -141,6 +143,7 @@ class Session:
             ledger.resume(0)
             self._committed = self._state()
             self.before = self.after = await self._evaluate()
+            self._best_by.score(self.before)  # refuses a metric that is not measured
             self.run.append_metrics(0, self.before | self._take_times())
             self.trackers.log(0, self.before)
             self._committed = self._state()
@@ -168,9 +171,9 @@ class Session:
             self._complain(samples)
             self.progress.sampled(self.step, samples)
         self.hints.after_step(self.step, metrics, samples)
-        score: float | None = None
+        best: Mapping[str, Any] | None = None
         if last or (config.eval.every and self.step % config.eval.every == 0):
-            score = await self._evaluate_step(metrics)
+            best = await self._evaluate_step(metrics)
             self.trackers.show(self.step, "train", samples)
         metrics |= self._take_times()
         if not config.deterministic:  # how much was asked beyond the batch depends on timing
@@ -179,12 +182,10 @@ class Session:
         self.trackers.log(self.step, metrics)
         self.progress.committed(self.step, metrics)
         self.callbacks.step(self.step, metrics)
-        so_far = self._saver.best()
-        best = score is not None and (so_far is None or score > so_far["score"])
         stop = (self._stopping and not last) or self.callbacks.error is not None
-        due = best or last or stop or bool(config.checkpoint.every and self.step % config.checkpoint.every == 0)
+        due = best is not None or last or stop or bool(config.checkpoint.every and self.step % config.checkpoint.every == 0)
         if due:
-            await self._save({"step": self.step, "score": score} if best else so_far)
+            await self._save(best or self._saver.best())
         ledger.commit(self.step)
         if stop:
             await self._saver.wait()
@@ -201,9 +202,9 @@ class Session:
         """Export the model, summarise, report. A run that ended before `steps` is evaluated and saved here."""
         if self.step and self.step < self.config.steps:
             metrics: Metrics = {}
-            await self._evaluate_step(metrics)
+            best = await self._evaluate_step(metrics)
             self.run.append_metrics(self.step, metrics | self._take_times())
-            await self._save(self._saver.best())
+            await self._save(best or self._saver.best())
             self.open_ledger().commit(self.step)
         await self._saver.wait()
         with self.run.new_model() as folder:
@@ -220,12 +221,11 @@ class Session:
         """Before and after per held-out set, steps and seconds."""
 
         def pick(metrics: Metrics, suffix: str) -> Metrics:
-            sets = self.evaluator.sets if self.evaluator else []
-            names = [(s.name, f"eval/{s.name}{suffix}") for s in sets]
-            return {name: metrics[key] for name, key in names if key in metrics}
+            sets = [*(s.name for s in (self.evaluator.sets if self.evaluator else ())), *self.config.held_out_sets()]
+            return {name: metrics[key] for name in sets if (key := f"eval/{name}{suffix}") in metrics}
 
         ends = (("before", self.before), ("after", self.after))
-        kinds = ("sampled", *(kind for kind in EPISODES if pick(self.after, f"/{kind}")))
+        kinds = ("sampled", *(kind for kind in (*EPISODES, *MEASURED) if pick(self.after, f"/{kind}")))
         return {
             "name": self.config.name,
             "model": self.config.model,
@@ -264,11 +264,13 @@ class Session:
         for line in complaints(samples, self._told):
             self.progress.notice(f"step {self.step}: {line}")
 
-    async def _evaluate_step(self, metrics: Metrics) -> float | None:
-        """Evaluate now; returns the score that checkpoints are compared by."""
+    async def _evaluate_step(self, metrics: Metrics) -> Mapping[str, Any] | None:
+        """Evaluate now; returns step and score if it is the best so far."""
         self.after = await self._evaluate()
         metrics |= self.after
-        return self.evaluator.score(self.after) if self.evaluator else None
+        score, by = self._best_by.score(self.after), self._best_by.name
+        found = {"step": self.step, "score": score} | ({"by": by} if by else {})
+        return found if self._best_by.improves(score, self._saver.best()) else None
 
     def _close_ledger(self) -> None:
         ledger, self.ledger = self.ledger, None
@@ -296,6 +298,7 @@ class Session:
             state = {**self._committed, **evaluations, "seconds": self.seconds()}
             if self.step in checkpoints.steps():
                 checkpoints.amend(self.step, state)
+                checkpoints.restore_best(best)
                 return
             learners = self.workers.learners()
             for group in learners.values():

@@ -96,7 +96,7 @@ def test_a_real_cluster_that_asks_for_a_token(cluster, monkeypatch):
 def test_a_recipe_whose_rewards_tell_right_from_wrong(drumroll, recipe):
     code, out, err = drumroll("check", str(recipe))
     assert (code, err) == (0, ""), out
-    for words in ("sums", "reversal", "exact", "good", "groups with a gradient", "ready:"):
+    for words in ("sums", "reversal", "exact", "good", "groups with a gradient", "of them trained (in brackets)", "ready:"):
         assert words in out, out
 
 

@@ -114,6 +114,7 @@ def test_simpo_learns_without_a_reference(recipe):
     run = package.train(recipe(loss="simpo", beta=2.0, steps=12, batch=16))
     assert run.metrics[-1]["eval/pairs/accuracy"] > run.metrics[0]["eval/pairs/accuracy"] + 0.2
     assert run.metrics[-1]["eval/pairs/loss"] < run.metrics[0]["eval/pairs/loss"]
+    assert run.summary["after_accuracy"] == {"pairs": run.metrics[-1]["eval/pairs/accuracy"]}
 
 
 def test_a_loss_of_the_users_own(recipe, mine, tmp_path):

@@ -1,6 +1,7 @@
 """Models are exported one tensor at a time, and the result is what transformers itself writes."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -77,7 +78,48 @@ def test_the_files_are_those_of_transformers(tmp_path, family, dtype):
     fused = set(tensors(ours)) - {name for name, _ in model.module.named_parameters(remove_duplicate=False)}
     assert bool(fused) == (family in ("mixtral", "qwen3 moe", "deepseek v3"))
     for name in ("config.json", "generation_config.json"):
-        assert json.loads((ours / name).read_text()) == json.loads((tmp_path / "theirs" / name).read_text())
+        theirs = json.loads((tmp_path / "theirs" / name).read_text())
+        assert json.loads((ours / name).read_text()) == theirs | {"pad_token_id": model.tokenizer.pad_token_id}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+def test_an_export_pads_and_chats(tmp_path, lora):
+    """A base model without a padding token, and with a chat template that came from elsewhere."""
+    model = adapted() if lora else load("tiny-random", seed=1)
+    model.tokenizer.pad_token = model.module.config.pad_token_id = model.module.generation_config.pad_token_id = None
+    model.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}={% endfor %}"
+    (tmp_path / "out").mkdir()
+    weights = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+    export_model(model, weights.items(), {n: tuple(p.shape) for n, p in weights.items()}, tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["pad_token_id"] == model.tokenizer.eos_token_id
+    for folder in (tmp_path / "out", tmp_path / "out" / "adapter") if lora else (tmp_path / "out",):
+        loaded = hf.AutoTokenizer.from_pretrained(folder, padding_side="left")
+        assert len(loaded) == len(tokenizer())
+        assert loaded.apply_chat_template([{"role": "user", "content": "1+2"}], tokenize=False) == "1+2="
+        rows = loaded(["1+2=", "1="], padding=True, return_tensors="pt", return_token_type_ids=False)
+        told = Told()
+        told.listen()
+        out = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(**rows, max_new_tokens=2)
+        assert not [text for text in told.texts if "pad_token_id" in text]
+        assert out.shape[1] > rows["input_ids"].shape[1]
+        assert not rows["attention_mask"].all()
+
+
+class Told(logging.Handler):
+    """What transformers warns of while it generates."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+    def listen(self):
+        logger = logging.getLogger("transformers.generation.utils")
+        logger.addHandler(self)
+        logger.setLevel(logging.WARNING)
 
 
 @pytest.mark.parametrize("family", ["llama, tied", "mixtral"])

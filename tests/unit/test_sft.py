@@ -14,7 +14,7 @@ def traces(**changes):
     }
     given = {"pipeline": "sft", "model": "tiny", "steps": 1, "data": {"train": {"lake": rows}, "max_prompt_tokens": 40}}
     made = Demonstrations(SFTConfig(**given, **changes), Renderer(tiny.tokenizer()))
-    return [made._demonstration(i).samples[0].traces[0] for i in range(4)]
+    return [made.group(i).samples[0].traces[0] for i in range(4)]
 
 
 def test_observations_are_learned_when_asked_for():

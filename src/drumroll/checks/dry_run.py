@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 
 from drumroll.components import scan_data, training_columns
@@ -48,7 +48,7 @@ def resolve(config: RunConfig, *, files: bool = True) -> Iterator[str]:
     for use in sorted(_environments(config)):
         agent = agent_path(use)
         _ = import_path(agent, "environment.use") if agent else find_environment(use)
-    for section, sets in (("data.train", config.data.train), ("eval.sets", config.eval.sets)):
+    for section, sets in _sections(config):
         for name, dataset in sets.items():
             if is_function(dataset):
                 import_path(dataset.source, f"{section}.{name}.source")
@@ -64,6 +64,10 @@ def resolve(config: RunConfig, *, files: bool = True) -> Iterator[str]:
             missing.add(name)
             yield f"warning: {error}"
     yield from _prompt(config, files, rewards.required_columns, missing)
+
+
+def _sections(config: RunConfig) -> list[tuple[str, Mapping[str, DatasetConfig]]]:
+    return [("data.train", config.data.train), ("eval.sets", config.eval.sets), ("held_out", config.held_out_sets())]
 
 
 def _environments(config: RunConfig) -> set[str]:
@@ -108,7 +112,7 @@ def _prompt(config: RunConfig, files: bool, required: RequiredColumns, missing: 
 def _template(config: RunConfig, renderer: Renderer) -> Iterator[str]:
     """Check all arguments of the chat template; name those that are set, or that could be."""
     environment, given = config.environment_section(), {"data": config.data.template}
-    for section, sets in (("data.train", config.data.train), ("eval.sets", config.eval.sets)):
+    for section, sets in _sections(config):
         for name, dataset in sets.items():
             renderer.given(dataset.template, f"{section}.{name}.template")
             given[f"{section}.{name}"] = dataset.template

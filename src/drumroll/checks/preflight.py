@@ -19,6 +19,7 @@ from rich.text import Text
 from drumroll.algorithms.advantages import ESTIMATORS
 from drumroll.components import decoder, open_closing, open_episodes, open_renderer, open_scorer, scan_data, speller
 from drumroll.config import RunConfig
+from drumroll.data.marking import shown
 from drumroll.data.source import PromptSource
 from drumroll.engines import Sampling
 from drumroll.envs.episodes import CUT_OFF
@@ -26,7 +27,7 @@ from drumroll.registry import search
 from drumroll.rewards import Rewards, Scorer
 from drumroll.rewards.group_calls import GroupCalls
 from drumroll.rollout.evaluation import Evaluator
-from drumroll.sample import Failure, Prompt, Sample, StopReason
+from drumroll.sample import Failure, Prompt, Sample, StopReason, Trace
 from drumroll.workers.runtime import open_workers, with_lengths
 
 ROWS, GROUPS = 12, 6
@@ -78,6 +79,8 @@ class Start:
     failure: Failure | None
     cut_off: str = ""
     """How many episodes the context limit ended, and what to do about it."""
+    trace: Trace | None = None
+    """A sample."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class Preflight:
     starts: list[Start]
     problems: list[str]
     notices: list[str]
+    sample: list[str]
+    """A sample of the start model in lines, with the tokens that would be trained in brackets."""
 
 
 async def preflight(config: RunConfig, notify: Callable[[str], None] = lambda text: None) -> Preflight:
@@ -126,7 +131,9 @@ async def preflight(config: RunConfig, notify: Callable[[str], None] = lambda te
         notices += [notice for start in starts for notice in _advice(start)]
         if starts and not any(start.useful for start in starts):
             problems.append("no group of the start model would give a gradient, so training would change nothing.")
-        return Preflight(rewards, starts, problems, notices)
+        trace, title = next(((s.trace, f"a sample of {s.domain}") for s in starts if s.trace is not None), (None, ""))
+        sample = [] if trace is None else list(shown(workers.tokenizer, trace, title))
+        return Preflight(rewards, starts, problems, notices, sample)
     finally:
         await workers.close()
 
@@ -247,6 +254,7 @@ async def _start(config: RunConfig, player: Evaluator, domain: str, prompts: Seq
         statistics.mean(s.policy_length() for s in samples),
         next((s.failure for s in samples if s.failure is not None), None),
         f"{len(ended)} of {count} episodes do not end by themselves: {ended[0]}" if ended else "",
+        next((s.traces[0] for s in samples if s.failure is None and s.traces), None),
     )
 
 
@@ -295,4 +303,4 @@ def preflight_tables(found: Preflight) -> list[RenderableType]:
         lines.add_row(Text("in part:", "bold yellow"), Text(note))
     elif not found.problems:
         lines.add_row(Text("ready:", "bold green"), Text("the rewards can be trained on."))
-    return [rewards, starts, lines]
+    return [rewards, starts, *map(Text, found.sample), lines]

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from drumroll.config.data import DataConfig, DatasetConfig
 from drumroll.config.divergence import DivergenceConfig
+from drumroll.config.eval import HeldOutConfig
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.config.run import RunConfig
@@ -46,10 +47,16 @@ class DistillConfig(RunConfig):
     """Weight of the divergence."""
     sft: float = Field(0.0, ge=0)
     """Weight of a term that imitates given answers, beside the divergence."""
+    held_out: dict[str, HeldOutConfig] = {}
+    """Held-out rows with answers by name: their negative log-likelihood is measured with every evaluation, as `eval/<name>/loss` and `eval/<name>/perplexity`."""
 
     @override
     def has_rollouts(self) -> bool:
         return self.on_policy > 0
+
+    @override
+    def held_out_sets(self) -> dict[str, HeldOutConfig]:
+        return self.held_out
 
     @override
     def rollout_section(self) -> RolloutConfig:
@@ -114,5 +121,5 @@ class DistillConfig(RunConfig):
 
 def demonstrations(config: RunConfig, section: DemonstrationsConfig | DistillConfig) -> SFTConfig:
     """The rows of a section as supervised training reads them."""
-    own = {name: getattr(section, name) for name in ("data", "batch", "max_tokens")}
+    own = {name: getattr(section, name) for name in ("data", "batch", "max_tokens", "held_out") if hasattr(section, name)}
     return SFTConfig(name=config.name, model=config.model, steps=config.steps, seed=config.seed, **own)

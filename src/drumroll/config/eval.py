@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import Field
 
+from drumroll.config.best import BestBy, lower_is_better
 from drumroll.config.data import DatasetConfig
 from drumroll.config.section import Section
 
 
-class EvalSetConfig(DatasetConfig):
-    """A held-out set with its own sampling."""
+class HeldOutConfig(DatasetConfig):
+    """A held-out set with answers."""
 
     split: str = "held_out"
     """Passed to a function source, which must keep splits apart."""
     limit: int | None = Field(200, ge=1)
     """Use at most this many rows."""
+
+
+class EvalSetConfig(HeldOutConfig):
+    """A held-out set with its own sampling."""
+
     samples: int = Field(1, ge=1)
     """k: completions per prompt; reports avg@k and pass@k."""
     temperature: float = Field(0.0, ge=0)
@@ -43,4 +51,15 @@ class EvalConfig(Section):
     pass_threshold: float = 0.5
     """A completion passes when its reward is above this; pass@k counts prompts with a passing completion."""
     best_by: str | None = None
-    """Set whose avg decides the best checkpoint. Default: the mean over all sets."""
+    """What decides the best checkpoint: a set, or a metric such as `eval/sums/loss`. Of losses, perplexities, divergences, errors and lengths the lowest is best, and of any metric after a minus sign (`-eval/sums/x`). Default: the highest mean over `eval.sets`; without them the lowest mean loss over `held_out`."""
+
+    def decided_by(self, held_out: Iterable[str]) -> BestBy:
+        """What decides the best checkpoint, in a run with these held-out sets with answers."""
+        wanted, with_answers = self.best_by, list(held_out)
+        if wanted is None and self.sets:
+            return BestBy(tuple(f"eval/{name}" for name in self.sets))
+        if wanted is None:
+            return BestBy(tuple(f"eval/{name}/loss" for name in with_answers), lower=True)
+        name = wanted.removeprefix("-")
+        metric = name if name.startswith("eval/") else f"eval/{name}/loss" if name in with_answers else f"eval/{name}"
+        return BestBy((metric,), lower=name != wanted or lower_is_better(metric))

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from drumroll.config.data import DatasetConfig
+from drumroll.config.eval import HeldOutConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.config.run import RunConfig
 from drumroll.config.section import Section
@@ -46,15 +47,6 @@ class PreferenceTerms(Section):
         return PREFERENCE_LOSSES.traits(self.loss).get("reference", True)
 
 
-class HeldOutConfig(DatasetConfig):
-    """Held-out preferences."""
-
-    split: str = "held_out"
-    """Passed to a function source, which must keep splits apart."""
-    limit: int | None = Field(200, ge=1)
-    """Use at most this many rows."""
-
-
 class PreferenceConfig(PreferenceTerms, RunConfig):
     """Training on preferences: pairs of answers, or single answers that were called good or bad."""
 
@@ -81,9 +73,11 @@ class PreferenceConfig(PreferenceTerms, RunConfig):
             raise ValueError(
                 "reference: lora is the actor without its adapters, so it needs roles.actor.lora and no roles.reference.model"
             )
-        if both := sorted({*self.held_out} & {*self.eval.sets}):
-            raise ValueError(f"held_out and eval.sets both have a set '{both[0]}'; their metrics would have the same names")
         return self
+
+    @override
+    def held_out_sets(self) -> dict[str, HeldOutConfig]:
+        return self.held_out
 
     @override
     def rollout_section(self) -> RolloutConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
@@ -17,7 +18,7 @@ from drumroll.config.data import DataConfig, DatasetConfig
 from drumroll.config.divergence import DivergenceConfig
 from drumroll.config.engines import ENGINES, EngineTraits, traits_of
 from drumroll.config.environment import NONE, EnvironmentConfig
-from drumroll.config.eval import EvalConfig
+from drumroll.config.eval import EvalConfig, HeldOutConfig
 from drumroll.config.learners import learner_traits, who_takes
 from drumroll.config.optim import OptimConfig
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig, RewardSpec, normalise
@@ -121,10 +122,19 @@ class RunConfig(Section):
         if self.roles.rollout.backend in ENGINES:  # a user's engine is imported, and checked, only by verbs that run it
             self._check_engine()
         self._check_thoughts()
-        best = self.eval.best_by
-        if best is not None and best not in self.eval.sets:
-            raise ValueError(f"eval.best_by is '{best}', but eval.sets has {sorted(self.eval.sets)}")
+        self._check_held_out()
         return self
+
+    def _check_held_out(self) -> None:
+        """Refuse two sets of one name, and a best checkpoint by a set that is not there."""
+        best, held_out = self.eval.best_by, self.held_out_sets()
+        if both := sorted({*held_out} & {*self.eval.sets}):
+            raise ValueError(f"held_out and eval.sets both have a set '{both[0]}'; their metrics would have the same names")
+        if best is not None and not best.removeprefix("-").startswith("eval/"):
+            found = {"eval.sets": self.eval.sets, **({"held_out": held_out} if held_out else {})}
+            if not any(best.removeprefix("-") in sets for sets in found.values()):
+                has = ", and ".join(f"{key} has {sorted(sets)}" for key, sets in found.items())
+                raise ValueError(f"eval.best_by is '{best}', but {has}; a metric is named whole, as eval/NAME/loss")
 
     def _check_thoughts(self) -> None:
         """Refuse limits of thoughts that leave no room for an answer."""
@@ -269,6 +279,10 @@ class RunConfig(Section):
     def has_episodes(self) -> bool:
         """Whether rows are played in an environment."""
         return False
+
+    def held_out_sets(self) -> Mapping[str, HeldOutConfig]:
+        """Held-out sets with answers, whose loss the loop measures with every evaluation, as `eval/<name>/loss`."""
+        return {}
 
     def algorithm_section(self) -> AlgorithmConfig:
         """The algorithm that the stages `infer`, `advantages` and `update` use."""

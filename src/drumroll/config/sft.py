@@ -8,6 +8,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from drumroll.config.data import DatasetConfig
+from drumroll.config.eval import HeldOutConfig
 from drumroll.config.rollout import RolloutConfig, default_length
 from drumroll.config.run import RunConfig
 
@@ -23,8 +24,14 @@ class SFTConfig(RunConfig):
     """Longest row, prompt and completion together, in tokens; a longer one loses its tail."""
     observations: bool = False
     """Learn to predict prompts and observations too, not only the answers: a model that starts from nothing learns to read sooner."""
+    held_out: dict[str, HeldOutConfig] = {}
+    """Held-out rows with answers by name: `eval/<name>/loss` and `eval/<name>/perplexity` are measured with every evaluation."""
     eval_max_tokens: int | None = Field(None, ge=1)
     """Longest completion in evaluation. Default: 1024, or less if the model's context has less room after `data.max_prompt_tokens`."""
+
+    @override
+    def held_out_sets(self) -> dict[str, HeldOutConfig]:
+        return self.held_out
 
     @override
     def rollout_section(self) -> RolloutConfig:

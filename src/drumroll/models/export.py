@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drumroll.models.blocks import local_tensor
 from drumroll.models.file_names import as_in_files
-from drumroll.models.loading import LoadedModel
+from drumroll.models.loading import LoadedModel, name_padding
 from drumroll.models.lora import BASE, base_weights, has_adapters, merge
 
 SHARD_BYTES = 4 * 10**9
@@ -53,7 +53,7 @@ def export_model(
     module, files = model.module, model.files or {}
     buffers = _buffers(module)
     if has_adapters(module):
-        adapters = _save_adapters(module, weights, folder)
+        adapters = _save_adapters(model, weights, folder)
         whole_shapes = ((n.replace(BASE, "."), _outline(w, shapes.get(n))) for n, w, _ in base_weights(module))
         layout = dict(as_in_files(whole_shapes, files))
         if convert and dtype is not None:
@@ -88,11 +88,18 @@ def _outline(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     return torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device="meta")
 
 
-def _save_adapters(module: Any, weights: Iterable[Named], folder: Path | None) -> dict[str, Tensor]:
+def _save_adapters(model: LoadedModel, weights: Iterable[Named], folder: Path | None) -> dict[str, Tensor]:
     adapters = {name: tensor.detach().cpu().clone() for name, tensor in weights}
     if folder is not None:
-        module.save_pretrained(folder / "adapter", state_dict=adapters)
+        save_adapter(model, folder / "adapter", adapters)
     return adapters
+
+
+def save_adapter(model: LoadedModel, folder: Path, adapters: Mapping[str, Tensor]) -> None:
+    """Write adapters alone, with the tokenizer and its chat template."""
+    name_padding(model)
+    model.module.save_pretrained(folder, state_dict=dict(adapters))
+    model.tokenizer.save_pretrained(folder)
 
 
 def _buffers(module: Any) -> dict[str, Tensor]:
@@ -107,6 +114,7 @@ def _describe(model: LoadedModel, folder: Path, dtype: torch.dtype) -> None:
 
     module = model.module
     module.config.dtype = str(dtype).removeprefix("torch.")
+    name_padding(model)
     module.config.architectures = [type(module).__name__.removeprefix("FSDP")]  # FSDP2 renames the class
     if module.is_remote_code():
         custom_object_save(module, folder, config=module.config)

@@ -56,6 +56,7 @@ def load(
     module = module.to(device=accelerator.pick(device))
     module.set_attn_implementation(attention.NAME)
     experts.use(module)
+    learn_padding(module)
     module.eval()
     if recompute_activations:
         module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -89,6 +90,7 @@ def load_empty(name: str, *, dtype: str, seed: int = 0, recompute_activations: b
     witness.prove(module)
     module.set_attn_implementation(attention.NAME)
     experts.use(module)
+    learn_padding(module)
     module.eval()
     if recompute_activations:
         module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -98,6 +100,26 @@ def load_empty(name: str, *, dtype: str, seed: int = 0, recompute_activations: b
             "divide it (shard, tensor) cannot tell which; use data, where each rank holds the whole model."
         )
     return LoadedModel(module, tokenizer, _eos(module.generation_config, tokenizer), files=files), source
+
+
+def learn_padding(module: Any) -> None:
+    """Let the embedding of the padding token have a gradient: no row is padded here, and in many models the token ends turns."""
+    module.get_input_embeddings().padding_idx = None
+
+
+def name_padding(model: LoadedModel) -> None:
+    """Make tokenizer, config and generation config name one token to pad with: a known one, else the end of sequence."""
+    tokenizer, generation = model.tokenizer, model.module.generation_config
+    config = model.module.config.get_text_config()
+    known = (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), tokenizer.eos_token_id)
+    token = next((token for token in known if token is not None and 0 <= token < config.vocab_size), None)
+    if token is None:
+        return
+    if tokenizer.pad_token_id != token:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token)
+    config.pad_token_id = token
+    if generation is not None:
+        generation.pad_token_id = token
 
 
 def _downloaded(name: str) -> Path:

@@ -33,6 +33,7 @@ PATTERNS = (
     (r"time/tokens_per_s", "tokens/s", "{:6.0f}"),
     (r"eval/([^/@]+)", "held-out {}", "{:6.3f}"),
     (r"eval/([^/@]+)/accuracy", "held-out accuracy of {}", "{:6.3f}"),
+    (r"eval/([^/@]+)/loss", "held-out loss of {}", "{:7.4f}"),
 )
 LOSS = (r"train/loss", "loss", "{:8.4f}")
 """Shown where there is no reward: of a policy it says little."""

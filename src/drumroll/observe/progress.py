@@ -17,6 +17,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from drumroll.config import RunConfig
+from drumroll.config.best import MEASURED, lower_is_better
 from drumroll.observe.headline import Number, numbers, rank
 from drumroll.observe.legend import meaning
 from drumroll.observe.runs import duration, model_text
@@ -231,16 +232,18 @@ def sample_panel(step: int, sample: Sample) -> Panel:
 
 def ending(run: RunReader, summary: Mapping[str, Any]) -> tuple[Table | None, list[str]]:
     """Return the table of scores before and after, if any were measured, and the closing lines; the first is the title."""
-    kinds = {"score": "", **{kind: f"_{kind}" for kind in ("sampled", "success", "effective", "turns")}}
+    kinds = {"score": "", **{kind: f"_{kind}" for kind in ("sampled", "success", "effective", "turns", *MEASURED)}}
     shown = {label: suffix for label, suffix in kinds.items() if summary.get(f"before{suffix}")}
-    table = Table("held out", *shown)
-    for name in summary["before"]:
+    names = list(dict.fromkeys(name for suffix in shown.values() for name in summary[f"before{suffix}"]))
+    lower = {label for label in MEASURED if lower_is_better(label)}
+    table = Table("held out", *(f"{label} ↓" if label in lower else label for label in shown))
+    for name in names:
         cells = ([summary.get(f"{when}{suffix}", {}).get(name) for when in ("before", "after")] for suffix in shown.values())
         table.add_row(Text(name), *("–" if None in pair else "{:.3f} → {:.3f}".format(*pair) for pair in cells))
     lines = [f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s"]
-    lines += [] if summary["before"] else ["held out none: eval.sets in the recipe names sets to measure before and after"]
+    lines += [] if names else ["held out none: eval.sets in the recipe names sets to measure before and after"]
     lines += [f"run      {run.path}", f"model    {run.model_path}: {model_text(run)}", f"report   {run.path / 'report.html'}"]
-    return table if summary["before"] else None, [*lines, f"look     drumroll run samples {run.path}"]
+    return table if names else None, [*lines, f"look     drumroll run samples {run.path}"]
 
 
 def for_console(config: RunConfig, console: Console, *, verbose: bool = False) -> Progress:

@@ -11,15 +11,17 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from drumroll.config.best import MEASURED, lower_is_better
 from drumroll.observe.failures import FailureCause, by_cause
 from drumroll.observe.legend import meaning
-from drumroll.observe.runs import model_text, setting
+from drumroll.observe.runs import HELD_OUT, model_text, setting
 from drumroll.observe.samples import CONTROLS, RECORDED, Row, gold_text, rewards_text, with_dialogues
 from drumroll.runfiles.durable import write_text
 from drumroll.runfiles.format import REPORT
@@ -35,7 +37,6 @@ SINGLES = {
 }
 FROM_ZERO = ("rollout/length", "rollout/tokens_per_s")
 NOT_STAGES = ("time/step", "time/tokens_per_s", "time/checkpoint_write")  # A sum, a speed, and work beside the stages.
-EVAL = re.compile(r"eval/([^/]+)(/sampled)?")
 COLOURS = 8  # As many as the template has; a chart with more series is split.
 FAMILIES = ("reward/", "eval/", "environment/", "train/expert_load/", "critic/expert_load/")  # Drawn together, by name.
 STEPS_DRAWN = 1500
@@ -70,7 +71,10 @@ class Outcome:
     """A held-out set before and after training."""
 
     name: str
-    sampled: bool
+    kind: str
+    """Empty for a score; else `sampled`, `loss`, ..."""
+    lower: bool
+    """Whether lower is better."""
     before: float | None
     after: float | None
 
@@ -119,7 +123,7 @@ def _stride(rows: Sequence[object]) -> int:
 
 def _thinned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """Drop steps until there are few enough to draw; evaluations and the last step always stay."""
-    return [row for i, row in enumerate(rows) if i % _stride(rows) == 0 or row is rows[-1] or any(map(EVAL.fullmatch, row))]
+    return [row for i, row in enumerate(rows) if i % _stride(rows) == 0 or row is rows[-1] or any(map(HELD_OUT.fullmatch, row))]
 
 
 def _finite(value: float | None) -> float | None:
@@ -130,19 +134,23 @@ def _finite(value: float | None) -> float | None:
 def _charts(keys: Sequence[str]) -> tuple[list[Chart], list[Chart]]:
     """Return the charts of the overview, and the rest: every metric is in exactly one chart."""
     rewards = [key for key in keys if re.fullmatch("reward/[^/]+", key)]
-    evals = [key for key in keys if EVAL.fullmatch(key)]
+    held_out = {key: found[2] for key in keys if (found := HELD_OUT.fullmatch(key))}
+    evals = [key for key, kind in held_out.items() if kind not in MEASURED]
+    answered = {kind: [key for key, own in held_out.items() if own == kind] for kind in MEASURED}
     successes = [key for key in keys if re.fullmatch("environment/[^/]+/success", key)]
-    names = list(dict.fromkeys(key.split("/")[1] for key in (*rewards, *evals)))
+    names = list(dict.fromkeys(key.split("/")[1] for key in (*rewards, *evals, *chain(*answered.values()))))
     stages = [key for key in keys if key.startswith("time/") and key not in NOT_STAGES]
 
     def named(key: str) -> Series:
-        _, name, *variant = key.split("/")
+        _, name, *kind = key.split("/")
+        variant = [each for each in kind if each not in MEASURED]
         return Series(key, " ".join([name, *variant]), names.index(name) % COLOURS + 1, dashed=bool(variant))
 
     overview = [
         *_split("Reward", [named(key) for key in rewards], zero=True, wide=True),
         *_split("Success", _numbered(successes, "environment/"), zero=True, wide=True),
         *_split("Held out", [named(key) for key in evals], zero=True, wide=True),
+        *(chart for kind, own in answered.items() for chart in _split(f"Held-out {kind}", [named(key) for key in own])),
         # A policy's loss says little; where there is no reward, the loss is the whole story.
         *(Chart("Loss", [Series(key, key)]) for key in keys if key == "train/loss" and not rewards),
         *(Chart(title, [Series(key, title)], zero=key in FROM_ZERO) for key, title in SINGLES.items() if key in keys),
@@ -176,16 +184,19 @@ def _legend(keys: Iterable[str]) -> dict[str, list[str]]:
 def _outcomes(summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> list[Outcome]:
     """Take scores from the summary; before there is one, from the first evaluation and the latest."""
 
-    def summarised(when: str) -> dict[str, float]:
-        plain, sampled = summary.get(when) or {}, summary.get(f"{when}_sampled") or {}
-        return {f"eval/{n}": v for n, v in plain.items()} | {f"eval/{n}/sampled": v for n, v in sampled.items()}
+    def summarised(when: str) -> dict[tuple[str, str], float]:
+        kinds = {"": when, **{kind: f"{when}_{kind}" for kind in ("sampled", *MEASURED)}}
+        return {(name, kind): v for kind, key in kinds.items() for name, v in (summary.get(key) or {}).items()}
 
     first, latest = summarised("before"), summarised("after")
     for row in rows if not summary else ():
-        for key in filter(EVAL.fullmatch, row):
-            (latest if key in first else first)[key] = row[key]
-    found = [(key.removeprefix("eval/").removesuffix("/sampled"), key.endswith("/sampled"), key) for key in {**first, **latest}]
-    return [Outcome(name, sampled, _finite(first.get(key)), _finite(latest.get(key))) for name, sampled, key in sorted(found)]
+        for match in filter(None, map(HELD_OUT.fullmatch, row)):
+            key = (match[1], match[2] or "")
+            (latest if key in first else first)[key] = row[match[0]]
+    return [
+        Outcome(*key, lower_is_better(key[1]), _finite(first.get(key)), _finite(latest.get(key)))
+        for key in sorted({**first, **latest})
+    ]
 
 
 def _facts(settings: Mapping[str, Any], summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> dict[str, str]:

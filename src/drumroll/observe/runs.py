@@ -15,13 +15,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from drumroll.config.best import MEASURED
 from drumroll.errors import StoreError
 from drumroll.runfiles.format import CONFIG, METRICS
 from drumroll.runfiles.reader import RunReader
 from drumroll.store.lock import in_use
 
-HELD_OUT = re.compile(r"eval/[^/@]+(/sampled)?")
-"""Names of metrics that are scores of held-out sets."""
+HELD_OUT = re.compile(rf"eval/([^/]+)(?:/(sampled|{'|'.join(MEASURED)}))?")
+"""Names of metrics that are scores, losses or accuracies of held-out sets."""
 DEPTH = 3
 """How many folders deep runs are looked for."""
 STYLES = {"running": "cyan", "finished": "green", "failed": "red", "interrupted": "yellow"}
@@ -57,9 +58,10 @@ def model_text(run: RunReader) -> str:
     last = f"step {summary.get('steps')}, the last"
     if best is None:
         return f"{last} (no held-out set says which was best)"
+    score = f"{best.get('by', 'score')} {best['score']:.3f}"
     if best["step"] == summary.get("steps"):
-        return f"{last} and the best (score {best['score']:.3f})"
-    return f"{last}; the best was step {best['step']} (score {best['score']:.3f}): {export}"
+        return f"{last} and the best ({score})"
+    return f"{last}; the best was step {best['step']} ({score}): {export}"
 
 
 def describe_run(run: RunReader) -> dict[str, Any]:
@@ -87,8 +89,12 @@ def describe_run(run: RunReader) -> dict[str, Any]:
 
 
 def _named(line: Mapping[str, float], area: str) -> dict[str, float]:
-    """The metrics `area/<name>` of a step, by name."""
-    return {found[1]: value for key, value in line.items() if (found := re.fullmatch(f"{area}/([^/@]+)", key))}
+    """The metrics `area/<name>` of a step, by name; where there are none, losses and accuracies of held-out sets."""
+
+    def matching(pattern: str) -> dict[str, float]:
+        return {" ".join(found.groups()): v for key, v in line.items() if (found := re.fullmatch(f"{area}/{pattern}", key))}
+
+    return matching("([^/@]+)") or matching("([^/@]+)/(accuracy|loss)")
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ A step trains on one or the other, as `on_policy` says. Both go through the teac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from drumroll.algorithms.aggregations import token_mean
 from drumroll.algorithms.losses import DistillLoss
@@ -13,9 +14,12 @@ from drumroll.batch import Batch
 from drumroll.components import open_rollouts
 from drumroll.config import DistillConfig
 from drumroll.config.distill import demonstrations
+from drumroll.data.marking import shown
+from drumroll.data.render import Renderer
 from drumroll.errors import RolloutError
 from drumroll.learners import Metrics
 from drumroll.pipelines import Pipeline
+from drumroll.pipelines.held_out import measure
 from drumroll.pipelines.sft import ONLY_RL, Demonstrations, open_demonstrations
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.sample import Group
@@ -29,9 +33,10 @@ Parts = tuple[Rollouts | None, Demonstrations | None]
 
 
 def open_parts(config: DistillConfig, workers: Workers) -> Parts:
-    """The stream of the policy's own samples, and the rows with answers; those that `on_policy` needs."""
+    """The stream of the policy's own samples, and the rows with answers; those that `on_policy` and `held_out` need."""
     rollouts = open_rollouts(config, workers) if config.on_policy > 0 else None
-    return rollouts, open_demonstrations(demonstrations(config, config), workers) if config.on_policy < 1 else None
+    answered = config.on_policy < 1 or config.held_out
+    return rollouts, open_demonstrations(demonstrations(config, config), workers) if answered else None
 
 
 async def train(session: Session, config: DistillConfig, parts: Parts) -> None:
@@ -42,6 +47,8 @@ async def train(session: Session, config: DistillConfig, parts: Parts) -> None:
         session.watch(rollouts=rollouts)
     if rows is not None:
         session.watch(demonstrations=rows)
+        if rows.held_out:
+            session.measure(partial(measure, workers, rows.held_out))
 
     await session.start()
     try:
@@ -106,4 +113,13 @@ async def _update(session: Session, config: DistillConfig, batch: Batch, *, own:
     return metrics if own else {name: value for name, value in metrics.items() if name not in ONLY_RL}
 
 
-PIPELINE = Pipeline(DistillConfig, open_parts, train)
+def show(config: DistillConfig, renderer: Renderer) -> Iterator[str]:
+    """What is compared with the teacher: of the prompt nothing; of a given answer every token, in brackets."""
+    if config.on_policy > 0:
+        yield "trained: the policy's own completion, up to and including the end of the turn; no token of the prompt"
+    if config.on_policy < 1:
+        row = Demonstrations(demonstrations(config, config), renderer).group(0)
+        yield from shown(renderer.tokenizer, row.samples[0].traces[0], "the first row with a given answer")
+
+
+PIPELINE = Pipeline(DistillConfig, open_parts, train, show)

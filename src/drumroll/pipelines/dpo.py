@@ -16,12 +16,13 @@ from drumroll.algorithms import PreferenceLoss
 from drumroll.algorithms.aggregations import unit_mean
 from drumroll.batch import Batch, pack
 from drumroll.config import PreferenceConfig
-from drumroll.data.marking import marked
+from drumroll.data.marking import shown
 from drumroll.data.preferences import HeldOut, Preferences, held_out, mismatched, packed
 from drumroll.data.render import Renderer
 from drumroll.errors import StoreError
 from drumroll.learners import Learner, Metrics
 from drumroll.pipelines import Pipeline
+from drumroll.pipelines.held_out import with_policy
 from drumroll.runfiles.reference import REFERENCE_FILE, ReferenceLogprobs
 from drumroll.sample import Group
 from drumroll.session import Session
@@ -96,16 +97,12 @@ class Comparison:
         batch = self.workers.batch_builder.put(batch)
         return batch if self.precomputed else await stages.infer(self.workers, batch, 1.0)
 
-    async def _with_policy(self, batch: Batch) -> Batch:
-        parts = await self.workers.actor.scatter(Learner.infer, batch, 1.0)
-        return await self.workers.batch_builder.keep(0, BatchBuilder.join, batch, "old", *parts)
-
     async def loss(self, groups: Sequence[Group]) -> PreferenceLoss:
         """The loss; on rated answers with the batch's KL, which is estimated with the policy before the update."""
         terms = self.config.terms()
         if self.pairs or not self.config.takes_reference() or sum(len(group.samples) for group in groups) < 2:
             return PreferenceLoss(terms)
-        batch = await self._with_policy(await self.compared(pack(mismatched(groups, self.config.max_tokens))))
+        batch = await with_policy(self.workers, await self.compared(pack(mismatched(groups, self.config.max_tokens))))
         return PreferenceLoss(terms, max(0.0, await self.workers.batch_builder.call(0, BatchBuilder.divergence, batch)))
 
     async def measure(self) -> Metrics:
@@ -115,7 +112,7 @@ class Comparison:
         async with self.workers.training():
             for name, each in self.parts.held_out.items():
                 loss = await self.loss(each.groups)
-                batch = await self._with_policy(await self.compared(packed(each.groups, pairs=self.pairs)))
+                batch = await with_policy(self.workers, await self.compared(packed(each.groups, pairs=self.pairs)))
                 found = await self.workers.batch_builder.call(0, BatchBuilder.measure, batch, loss, unit_mean)
                 metrics |= {f"eval/{name}/{k}": v for k, v in found.items() if k != "entropy" and not k.startswith(ONLY_RL)}
                 metrics |= margin(metrics, f"eval/{name}/")
@@ -165,10 +162,7 @@ def show(config: PreferenceConfig, renderer: Renderer) -> Iterator[str]:
     """The first row, with the tokens that are trained in brackets."""
     rows = Preferences(config.model_copy(update={"batch": 1}), renderer)
     for sample in rows.groups()[0].samples:
-        trace = sample.traces[0]
-        kind = "chosen" if sample.reward else "rejected"
-        yield f"{kind}: {len(trace.tokens)} tokens, {len(trace.policy_tokens())} of them trained (in brackets)"
-        yield from (f"  {line}" for line in marked(renderer.tokenizer, trace).splitlines())
+        yield from shown(renderer.tokenizer, sample.traces[0], "chosen" if sample.reward else "rejected")
 
 
 PIPELINE = Pipeline(PreferenceConfig, open_preferences, train, show)

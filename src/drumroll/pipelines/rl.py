@@ -6,9 +6,13 @@ stage's. No helper may hide the order of the stages.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from drumroll.components import open_rollouts
 from drumroll.config import RLConfig
 from drumroll.config.distill import demonstrations
+from drumroll.data.marking import shown
+from drumroll.data.render import Renderer
 from drumroll.errors import RolloutError
 from drumroll.pipelines import Pipeline
 from drumroll.pipelines.sft import Demonstrations, open_demonstrations
@@ -72,4 +76,13 @@ async def train(session: Session, config: RLConfig, parts: Parts) -> None:
     await session.finish()
 
 
-PIPELINE = Pipeline(RLConfig, open_parts, train)
+def show(config: RLConfig, renderer: Renderer) -> Iterator[str]:
+    """What is trained: of the prompt nothing; of a row to imitate its answer, in brackets."""
+    own = "the turns that the policy writes, not the observations between them" if config.has_episodes() else "the completion"
+    yield f"trained: {own}, up to and including the end of the turn; no token of the prompt"
+    if config.demonstrations is not None:
+        row = Demonstrations(demonstrations(config, config.demonstrations), renderer).group(0)
+        yield from shown(renderer.tokenizer, row.samples[0].traces[0], "the first row to imitate")
+
+
+PIPELINE = Pipeline(RLConfig, open_parts, train, show)

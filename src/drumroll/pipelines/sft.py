@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from drumroll import stages
@@ -17,10 +18,11 @@ from drumroll.batch import Batch, pack
 from drumroll.components import open_renderer
 from drumroll.config import SFTConfig
 from drumroll.data.render import Renderer
-from drumroll.data.source import PromptSource
+from drumroll.data.source import PromptSource, Reader
 from drumroll.errors import BadRow, DataError
 from drumroll.learners import Update
 from drumroll.pipelines import Pipeline
+from drumroll.pipelines.held_out import measure, open_held_out
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 from drumroll.session import Session
 from drumroll.workers.runtime import Workers
@@ -37,13 +39,21 @@ class Demonstrations:
         self.skipped: Counter[str] = Counter()
         self._notice = notice
         self._sound = False
+        longest = config.data.max_prompt_tokens
+        self.held_out = open_held_out(config.held_out, renderer, self._held_out, longest, config.batch)
 
     def batch(self) -> Batch:
         """The next rows, packed."""
-        return pack([self._demonstration(index) for index in range(self.config.batch)])
+        return pack([self.group(index) for index in range(self.config.batch)])
 
-    def _demonstration(self, index: int) -> Group:
-        prompt, answers = self._draw()
+    def group(self, index: int) -> Group:
+        """The next row, at its place in the batch."""
+        return self._imitated(*self._draw(), index)
+
+    def _held_out(self, reader: Reader, prompt: Prompt, index: int) -> Group:
+        return self._imitated(prompt, reader.answers(prompt), index)
+
+    def _imitated(self, prompt: Prompt, answers: list[tuple[Owner, list[int]]], index: int) -> Group:
         trace, told = Trace(), list(prompt.tokens)
         longest = max(self.config.max_tokens, len(told) + 1)
         first = 1 if self.config.observations else len(told)  # nothing comes before the first token
@@ -94,6 +104,8 @@ async def train(session: Session, config: SFTConfig, demonstrations: Demonstrati
     """Imitate batch after batch; until the steps are done."""
     workers = session.workers
     session.watch(demonstrations=demonstrations)
+    if demonstrations.held_out:
+        session.measure(partial(measure, workers, demonstrations.held_out))
 
     await session.start()
     while session.step < config.steps and not demonstrations.source.exhausted():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from drumroll.config.environment import NONE, EnvironmentConfig
@@ -177,8 +177,3 @@ class Evaluator:
             passed = [max(g) > self.config.pass_threshold for g in groups]
             metrics[f"{name}/pass@{count}"] = sum(passed) / len(passed)
         return metrics | {f"{name}/{kind}": value for kind, value in measures(samples).items()}
-
-    def score(self, metrics: Mapping[str, float]) -> float:
-        """Return the number by which checkpoints are compared."""
-        names = [self.config.best_by] if self.config.best_by else [each.name for each in self.sets]
-        return sum(metrics[f"eval/{name}"] for name in names) / max(1, len(names))

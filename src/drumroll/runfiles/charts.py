@@ -53,7 +53,7 @@ def plot(rows: Rows, names: Sequence[str]) -> Plot:
 def _overview(keys: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Rewards by domain and scores of held-out sets; a run without them shows its loss."""
     found = [(name, [k for k in keys if k.startswith(f"{name}/") and k.count("/") == 1]) for name in ("reward", "eval")]
-    loss = [("train/loss", [k for k in keys if k == "train/loss"])]
+    loss = [("train/loss", [k for k in keys if k == "train/loss" or (k.startswith("eval/") and k.endswith("/loss"))])]
     return [panel for panel in found if panel[1]] or [panel for panel in loss if panel[1]]
 
 

@@ -65,8 +65,12 @@ class RunReader:
 
     def _scores(self) -> list[str]:
         """The scores of the held-out sets before and after training."""
-        before, after = self.summary.get("before", {}), self.summary.get("after", {})
-        return [f"{name} {before[name]:.3f} → {after[name]:.3f}" for name in before if name in after]
+        lines = []
+        for key, before in self.summary.items():
+            kind, after = key.removeprefix("before").replace("_", " "), self.summary.get(key.replace("before", "after"), {})
+            if key.startswith("before"):
+                lines += [f"{name}{kind} {before[name]:.3f} → {after[name]:.3f}" for name in before if name in after]
+        return lines
 
     @property
     def settings(self) -> dict[str, Any]:

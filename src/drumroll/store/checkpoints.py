@@ -67,10 +67,10 @@ class Checkpoints(CheckpointFolder):
         """Restore `best.json` from a checkpoint's state, if the checkpoint that it names still exists."""
         if best is not None and best["step"] in self.steps():
             if best["step"] != self.best_step():
-                self.mark_best(best["step"], best["score"])
+                self.mark_best(**best)
         elif self.best_step() not in self.steps():
             (self.folder / BEST).unlink(missing_ok=True)
 
-    def mark_best(self, step: int, score: float) -> None:
-        """Record a checkpoint as the best."""
-        write_text(self.folder / BEST, json.dumps({"step": step, "score": score}))
+    def mark_best(self, step: int, score: float, by: str | None = None) -> None:
+        """Record a checkpoint as the best; `by`: the metric that the score is."""
+        write_text(self.folder / BEST, json.dumps({"step": step, "score": score} | ({"by": by} if by else {})))

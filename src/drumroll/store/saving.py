@@ -46,7 +46,7 @@ class BackgroundSaver:
         await self.checkpoints.save(step, parts, state)
         ledger.add_checkpoint(step, self.checkpoints.path(step).name)
         if best is not None and best["step"] == step:
-            self.checkpoints.mark_best(step, best["score"])
+            self.checkpoints.mark_best(**best)
         await beside(partial(self.checkpoints.prune, ledger.checkpoints()))
         self._finished(self._clock() - began)
 
