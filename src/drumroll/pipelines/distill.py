@@ -87,11 +87,9 @@ async def _take(
             metrics |= rollouts.stats.metrics(stable=config.deterministic) | rollouts.source.metrics()
             return (await pack(workers, groups, rollouts.oldest_trainable()), groups, metrics) if groups else None
     assert rows is not None
-    if rows.source.exhausted():
-        return None
     async with session.stage("data"):
-        skipped = {"data/skipped": float(rows.skipped.total())} if rows.skipped else {}
-        return workers.batch_builder.put(rows.batch()), (), skipped
+        given = rows.batch()
+        return None if given is None else (workers.batch_builder.put(given), (), rows.metrics())
 
 
 async def _update(session: Session, config: DistillConfig, batch: Batch, *, own: bool) -> Metrics:

@@ -54,7 +54,7 @@ async def train(session: Session, config: RLConfig, parts: Parts) -> None:
                     metrics |= found
 
                 async with session.stage("train"):
-                    given = None if rows is None else workers.batch_builder.put(rows.batch())
+                    given = None if rows is None or (drawn := rows.batch()) is None else workers.batch_builder.put(drawn)
                     idle = session.step < config.algorithm.critic_first
                     metrics |= await update(workers, batch, temperature, idle=idle, demonstrations=given)
 
