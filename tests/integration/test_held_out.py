@@ -9,12 +9,12 @@ import transformers as hf
 
 import drumroll as package
 from drumroll.config import load
+from drumroll.data.demonstrations import Demonstrations
 from drumroll.data.render import Renderer
 from drumroll.errors import ConfigError, DataError
 from drumroll.models import tiny
 from drumroll.observe.report import write_report
 from drumroll.observe.runs import describe_run, result_text
-from drumroll.pipelines.sft import Demonstrations
 from drumroll.runfiles.reader import RunReader
 
 ANSWERS = {"source": "drumroll.data.problems:demonstrations", "args": {"task": "sums", "flawed": 0.0}, "limit": 11}
@@ -48,9 +48,8 @@ def test_held_out_loss_of_supervised_training(supervised, drumroll, tmp_path):
     assert all(line["eval/sums/perplexity"] == math.exp(line["eval/sums/loss"]) for line in run.metrics)
 
     rows = Demonstrations(load(recipe).config, Renderer(tiny.tokenizer()))
-    assert len(rows.held_out["sums"]) == 4
-    read = [rows._held_out(*each) for each in prompts(rows)]
-    exact, mean_of_means = slow_loss(run.model_path, read)
+    assert len(rows.held_out["sums"].groups) == 11
+    exact, mean_of_means = slow_loss(run.model_path, rows.held_out["sums"].groups)
     assert losses[-1] == pytest.approx(exact, rel=1e-5)
     assert abs(mean_of_means - exact) > 1e-3
 
@@ -68,19 +67,10 @@ def test_held_out_loss_of_supervised_training(supervised, drumroll, tmp_path):
     assert ("number up" if losses[3] < losses[0] else "number down") in report
 
 
-def prompts(rows):
-    from drumroll.data.rows import read
-    from drumroll.data.source import Reader, no_columns
-
-    config = rows.config.held_out["sums"]
-    reader = Reader("held_out.sums", config, Renderer(tiny.tokenizer()), no_columns)
-    return [(reader, reader.prompt(row, i), i) for i, row in enumerate(read(reader.name, config, seed=0))]
-
-
 def test_a_metric_that_is_not_measured_is_refused_before_training(supervised):
     with pytest.raises(ConfigError, match=r"asks for eval/sums/los, but an evaluation of this run measures eval/sums/loss, "):
         package.train(supervised(held_out={"sums": ANSWERS}) | {"eval": {"best_by": "eval/sums/los"}})
-    with pytest.raises(DataError, match=r"has \d+ tokens, more than data.max_prompt_tokens=3"):
+    with pytest.raises(DataError, match=r"held_out.sums has no row that can be used"):
         Demonstrations(
             load(supervised(held_out={"sums": ANSWERS}, data={"max_prompt_tokens": 3})).config, Renderer(tiny.tokenizer())
         )

@@ -297,8 +297,8 @@ def test_supervised_training_skips_a_bad_row_met_later(small, mine):
     recipe["data"] = {"train": {"rows": {"source": f"{mine(LATER)}:rows"}}, "max_prompt_tokens": 16}
     progress = Hearing()
     run = drumroll.train(recipe, progress=progress)
-    assert run.metrics[-1]["data/skipped"] == 4  # rows 3, 8, 9 and 10 of the first 12
-    assert len([text for text in progress.heard if text.startswith("a row is skipped: data.train.rows:")]) == 1
+    assert run.metrics[-1]["data/dropped/bad"] == 4  # rows 3, 8, 9 and 10 of the first 12
+    assert len([text for text in progress.heard if text.startswith("data.train.rows: row 3 is dropped, because")]) == 1
 
 
 def test_a_recipe_that_does_not_work_leaves_the_old_run_alone(small):

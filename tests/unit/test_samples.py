@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from drumroll.config import load
 from drumroll.models import tiny
-from drumroll.observe.conditions import Condition, ConditionError
 from drumroll.observe.samples import find_samples
+from drumroll.runfiles.conditions import Condition, ConditionError
 from drumroll.sample import Failure, Fate, Owner, Prompt, Sample, State, StopReason, Trace, Turn
 from drumroll.store.run import Run
 

@@ -10,8 +10,9 @@ from test_data import TEMPLATE, chat_renderer
 
 from drumroll.data.conversation import Conversation
 from drumroll.data.render import Renderer
+from drumroll.data.tools import teach
 from drumroll.engines import Completion, EngineLost, Request, Sampling
-from drumroll.envs.adapters.calls import Call, teach, written
+from drumroll.envs.adapters.calls import Call, written
 from drumroll.models import tiny
 from drumroll.sample import StopReason
 from drumroll.serve import tools

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from pathlib import Path
 
 from drumroll.components import scan_data, training_columns
 from drumroll.config import RunConfig
@@ -14,6 +15,7 @@ from drumroll.config.roles import BUILT_IN_MODELS
 from drumroll.data.conversation import Conversation, check_template
 from drumroll.data.render import Content, Renderer
 from drumroll.data.rows import is_function, is_local, read
+from drumroll.data.runs import is_run
 from drumroll.data.source import RequiredColumns, RowCheck
 from drumroll.data.split import Row
 from drumroll.envs.adapters import has_tools
@@ -104,8 +106,9 @@ def _prompt(config: RunConfig, files: bool, required: RequiredColumns, missing: 
             shown = _episode(own, scene, row) if scene else _text(own, content, dataset)
             yield from (f"  {line}" for line in shown.splitlines())
     show = find_pipeline(config.pipeline).show
-    if show is not None and renderer is not None and readable:
-        here = config.data.model_copy(update={"train": readable, "mixture": None})
+    here = readable | {name: d for name, d in config.data.train.items() if files and is_run(Path(d.source).expanduser())}
+    if show is not None and renderer is not None and here:
+        here = config.data.model_copy(update={"train": here, "mixture": None})
         yield from show(config.model_copy(update={"data": here}), renderer)
 
 

@@ -13,7 +13,7 @@ class DatasetConfig(Section):
     """One source of rows."""
 
     source: str
-    """A file (.jsonl, .json, .csv, .parquet), a directory of them or one saved by `datasets`, a run directory (preferences: the best against the worst answer of each group), a dataset of the Hugging Face hub (`hf:owner/name`), a task of reasoning-gym (`reasoning_gym:chain_sum`), or `module:function` that yields rows: `function(split, seed, **args)`. From Python also the rows themselves: a list, a DataFrame, a `datasets.Dataset`."""
+    """A file (.jsonl, .json, .csv, .parquet), a directory of them or one saved by `datasets`, a run directory (its answers; for preferences the best against the worst of each group), a dataset of the Hugging Face hub (`hf:owner/name`), a task of reasoning-gym (`reasoning_gym:chain_sum`), or `module:function` that yields rows: `function(split, seed, **args)`. From Python also the rows themselves: a list, a DataFrame, a `datasets.Dataset`."""
     args: dict[str, Any] = {}
     """Arguments of a function or a reasoning-gym task; for the hub `config` and whatever `datasets.load_dataset` takes."""
     split: str = "train"
@@ -33,7 +33,7 @@ class DatasetConfig(Section):
     prompt: str = "prompt"
     """Column with the prompt: a text, or a list of chat messages (`messages` is tried too)."""
     completion: str = "completion"
-    """Column with the answer to imitate; only supervised training reads it."""
+    """Column with the answer to imitate, a text or messages; only training on given answers reads it."""
     system: str | None = None
     """A system message put before every prompt (makes a text prompt a chat)."""
     chat: bool | None = None
@@ -42,6 +42,10 @@ class DatasetConfig(Section):
     """Arguments of the chat template for this dataset, over those of `data.template`: for example {enable_thinking: false}."""
     limit: int | None = Field(None, ge=1)
     """Use at most this many rows; needed for endless function sources in evaluation."""
+    where: str | None = None
+    """Of a run directory: use only samples for which this SQL condition holds, as for `drumroll run samples --where`: for example `reward >= 1 and tokens < 200`."""
+    best: int | None = Field(None, ge=1)
+    """Of a run directory, for training on its answers: use only so many samples of each group, those with the highest rewards."""
     environment: str | None = None
     """Environment of every row, or `none`. Default: the row's `environment` column, else `environment.use`."""
     environment_args: dict[str, Any] | None = None

@@ -94,8 +94,10 @@ def trl(row: Row) -> Row:
     """`prompt` or `messages`; `completion` as text or messages; the answer may be called `solution` or `ground_truth`."""
     found = dict(row)
     completion = row.get("completion")
-    if isinstance(completion, Sequence) and not isinstance(completion, str) and completion:
-        found["completion"] = pick(row, "completion.-1.content")
+    if isinstance(completion, Sequence) and not isinstance(completion, str) and len(completion) == 1:
+        turn = completion[0]
+        if isinstance(turn, Mapping) and {key for key, value in turn.items() if value is not None} == {"role", "content"}:
+            found["completion"] = turn["content"]
     for other in ("solution", "ground_truth"):
         if other in row:
             found.setdefault("answer", row[other])

@@ -6,25 +6,25 @@ length, and both are dropped or neither.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from drumroll.batch import Batch, pack
 from drumroll.config.preferences import PreferenceConfig
 from drumroll.data.conversation import Conversation
+from drumroll.data.drawing import Dropped, GivenRows, fitted, joined
+from drumroll.data.held_out import HeldOut, read_held_out
 from drumroll.data.preference_layouts import HUMAN, dialogue
 from drumroll.data.render import Content, Renderer
-from drumroll.data.rows import is_local, place, read
 from drumroll.data.runs import RECORDED
-from drumroll.data.source import PromptSource, Reader, no_columns
+from drumroll.data.source import Reader
+from drumroll.data.turns import Pieces
 from drumroll.errors import BadRow, DataError
 from drumroll.sample import Group, Message, Owner, Prompt, Sample, Trace
 
-Pieces = list[tuple[Owner, list[int]]]
 Answer = tuple[str | Sequence[Message], float]
 REASONS = {
     "equal": "both answers are the same",
@@ -35,10 +35,6 @@ REASONS = {
 
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 """Labels as they stand in files; those of CSV are texts."""
-
-
-class Dropped(Exception):
-    """A row of which nothing can be learned; the argument is a key of `REASONS`."""
 
 
 class PreferenceReader:
@@ -52,7 +48,7 @@ class PreferenceReader:
         """The answers of a row: chosen before rejected."""
         answers = self._answers(reader, prompt)
         found = [
-            (self._trace(self._fitted(tokens, reader), pieces, reader), reward)
+            (self._trace(fitted(tokens, self.config.data, reader), pieces, reader), reward)
             for (tokens, pieces), (_, reward) in zip(self._rendered(reader, prompt, answers), answers, strict=True)
         ]
         if len(found) == 2 and found[0][0].tokens == found[1][0].tokens:
@@ -118,20 +114,6 @@ class PreferenceReader:
             Conversation(renderer, content if isinstance(content, str) else list(content), chat=chat, system=system), turns
         )
 
-    def _fitted(self, tokens: list[int], reader: Reader) -> list[int]:
-        """The prompt, as `data.overlong` treats one that is too long."""
-        data = self.config.data
-        if len(tokens) <= data.max_prompt_tokens:
-            return tokens
-        if data.overlong == "fail":
-            raise DataError(
-                f"{reader.name}: a prompt has {len(tokens)} tokens, more than data.max_prompt_tokens={data.max_prompt_tokens}; "
-                "set data.overlong to drop or truncate."
-            )
-        if data.overlong == "drop":
-            raise Dropped("long")
-        return tokens[-data.max_prompt_tokens :]
-
     def _trace(self, prompt: list[int], pieces: Pieces, reader: Reader) -> Trace:
         limit, length = self.config.max_tokens, len(prompt) + sum(len(tokens) for _, tokens in pieces)
         if length > limit and self.config.overlong != "truncate":
@@ -151,11 +133,6 @@ def _is_dialogue(reader: Reader, text: str) -> bool:
     return (chat or reader.config.system is not None) and text.lstrip().startswith(HUMAN.strip())
 
 
-def _where(reader: Reader) -> str:
-    """The place of the last row that was read."""
-    return place(reader.name, reader.config, reader.at) if is_local(reader.config) else f"row {reader.at + 1}"
-
-
 def _talk(talk: Conversation, turns: Sequence[Message]) -> Pieces:
     """The pieces of an answer of several turns."""
     talk.prompt()
@@ -169,19 +146,6 @@ def _talk(talk: Conversation, turns: Sequence[Message]) -> Pieces:
         pieces.append((Owner.POLICY, talk.renderer.turn(turn["content"])))
         said, heard = turn["content"], []
     return pieces
-
-
-def joined(prompt: list[int], pieces: Pieces, limit: int) -> Trace:
-    """Prompt and answer, cut to `limit` tokens."""
-    trace = Trace()
-    trace.extend(prompt[:limit], Owner.PROMPT)
-    for owner, piece in pieces:
-        tokens = piece[: limit - len(trace.tokens)]
-        if owner is Owner.POLICY:
-            trace.extend(tokens, owner, [0.0] * len(tokens), [0] * len(tokens))
-        else:
-            trace.extend(tokens, owner)
-    return trace
 
 
 def packed(groups: Sequence[Group], *, pairs: bool) -> Batch:
@@ -206,100 +170,21 @@ def _split(trace: Trace) -> tuple[list[int], Pieces]:
     return trace.tokens[:begin], [(o, [t]) for o, t in zip(trace.owners[begin:], trace.tokens[begin:], strict=True)]
 
 
-class Preferences:
+class Preferences(GivenRows):
     """Draws batches of preferences, each row once in an epoch."""
 
+    reasons = REASONS
+
     def __init__(self, config: PreferenceConfig, renderer: Renderer, notice: Callable[[str], None] = lambda text: None) -> None:
+        super().__init__(config.data, config.seed, config.batch, renderer, notice)
         self.config = config
-        self.pairs = config.takes_pairs()
-        unlimited = config.data.model_copy(update={"max_prompt_tokens": 2**62})  # the reader drops, so that it can count
-        self.source = PromptSource(unlimited, config.seed, renderer, tolerant=True)
         self.reader = PreferenceReader(config)
-        self.dropped: Counter[str] = Counter()
-        self._notice = notice
-        self._told: set[tuple[str, str]] = set()
-        self._sound = False
 
-    def groups(self) -> list[Group]:
-        """The rows of the next batch: fewer at the end of the last epoch, none after it."""
-        found: list[Group] = []
-        useless = 0
-        while len(found) < self.config.batch and not self.source.exhausted():
-            group = self._draw(len(found))
-            useless = 0 if group else useless + 1
-            if group is not None:
-                found.append(group)
-            elif useless >= 1000:
-                raise DataError(f"1000 rows in a row cannot be used: {dict(self.dropped)}.")
-        return found
-
-    def _draw(self, index: int) -> Group | None:
-        prompt, reader = self.source.draw_with_reader()
-        try:
-            if prompt.defect:
-                raise BadRow(prompt.defect)
-            group = self.reader.group(reader, prompt, index)
-        except Dropped as dropped:
-            return self._drop(reader, str(dropped), REASONS[str(dropped)])
-        except BadRow as error:
-            if not self._sound:
-                raise
-            return self._drop(reader, "bad", str(error))
-        self._sound = True
-        return group
-
-    def _drop(self, reader: Reader, reason: str, text: str) -> None:
-        """Count a row; name the first of a dataset."""
-        self.dropped[reason] += 1
-        if (reader.name, reason) not in self._told:
-            self._told.add((reader.name, reason))
-            self._notice(f"{reader.name}: {_where(reader)} is dropped, because {text}; data/dropped/{reason} counts them.")
-
-    def exhausted(self) -> bool:
-        """Whether the epochs are over."""
-        return self.source.exhausted()
-
-    def metrics(self) -> dict[str, float]:
-        """Rows dropped so far by reason, and passes over the largest finite dataset."""
-        epoch = {name: value for name, value in self.source.metrics().items() if name == "data/epoch"}
-        return epoch | {f"data/dropped/{reason}": float(count) for reason, count in sorted(self.dropped.items())}
-
-    def state(self) -> dict[str, Any]:
-        """The place in the row order, and the rows dropped before it."""
-        return {**self.source.state(), "dropped": dict(self.dropped)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Return to a place in the row order."""
-        self.source.restore(state)
-        self.dropped = Counter(state.get("dropped", {}))
-        self._sound = True
-
-
-@dataclass
-class HeldOut:
-    """The usable rows of a held-out set, and what was dropped in words."""
-
-    groups: list[Group]
-    note: str = ""
+    @override
+    def group(self, reader: Reader, prompt: Prompt, draw: int) -> Group:
+        return self.reader.group(reader, prompt, draw)
 
 
 def held_out(config: PreferenceConfig, renderer: Renderer) -> dict[str, HeldOut]:
-    """The held-out sets by name; a set without a usable row is refused."""
-    return {
-        name: _held_out(config, Reader(f"held_out.{name}", each, renderer, no_columns))
-        for name, each in config.held_out.items()
-    }
-
-
-def _held_out(config: PreferenceConfig, own: Reader) -> HeldOut:
-    reader, found, first, count = PreferenceReader(config), HeldOut([]), "", 0
-    for number, row in enumerate(read(own.name, own.config, seed=0)):
-        try:
-            found.groups.append(reader.group(own, own.prompt(row, number), number))
-        except Dropped as dropped:
-            first, count = first or f"{_where(own)}, because {REASONS[str(dropped)]}", count + 1
-    if not found.groups:
-        raise DataError(f"{own.name} has no row that can be used; the first is dropped: {first}.")
-    if count:
-        found.note = f"{own.name}: {count} rows are dropped, the first of them {first}."
-    return found
+    """The held-out sets by name."""
+    return read_held_out(config.held_out, renderer, PreferenceReader(config).group, REASONS)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drumroll.data.controls import Controls
+from drumroll.engines.continuation import CLOSING, OPENING
 from drumroll.errors import ConfigError, DataError, TemplateError, did_you_mean
 from drumroll.sample import Message
 
@@ -84,25 +85,47 @@ class Renderer:
         self, content: Content, *, chat: bool | None = None, system: str | None = None, tools: Tools = None
     ) -> tuple[int, ...]:
         """Tokens up to where the model's answer begins. `chat=None` follows the tokenizer."""
-        turns = self._turns(content, chat, system)
+        turns = self.turns(content, chat, system)
         if turns is None:
             return tuple(self._bos() + self.encode(str(content)))
         return tuple(self.controls.rendered(self.text(turns, tools)))
 
     def answer(self, content: Content, completion: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
         """Tokens of a given answer after its prompt, up to and including the end of the turn."""
-        turns = self._turns(content, chat, system)
+        turns = self.turns(content, chat, system)
         if turns is None:
             return self.turn(completion)
-        prompt = self.text(turns)
-        whole = self._apply([*turns, {"role": "assistant", "content": completion}], add_generation_prompt=False)
-        if not whole.startswith(prompt):
+        return self.ended(self.controls.rendered(self.exchange(turns, {"role": "assistant", "content": completion})[1]))
+
+    def exchange(self, before: list[Message], answer: Message, tools: Tools = None) -> tuple[str, str]:
+        """The text up to a given answer, and the answer's up to and including the end of the turn, with escaped contents."""
+        prompt, whole = self.text(before, tools), self.whole([*before, answer], tools)
+        said = whole[len(prompt) :] if whole.startswith(prompt) else self._after_opening(prompt, whole, str(answer["content"]))
+        eos = str(self.tokenizer.eos_token or "")
+        end = said.rfind(eos) if eos else -1
+        return prompt, said[: end + len(eos)] if end >= 0 else said
+
+    def _after_opening(self, prompt: str, whole: str, content: str) -> str:
+        """A given answer to a prompt whose end opens a thought, which the template does not show in a conversation.
+
+        The answer begins with its own thought, or with the end of an empty one.
+        """
+        opened = re.search(rf"{OPENING}(\s*)\Z", prompt)
+        if opened is None or not whole.startswith(prompt[: opened.start()]):
             at = next(i for i, (a, b) in enumerate(zip(prompt, whole + " " * len(prompt), strict=False)) if a != b)
             raise TemplateError(
                 f"the chat template of {self.name} is not prefix-stable: the prompt alone reads {prompt[at : at + 40]!r} where "
                 f"the whole conversation reads {whole[at : at + 40]!r}."
             )
-        answer = self.controls.rendered(whole[len(prompt) :])
+        shown = whole[opened.start() :]
+        if CLOSING in shown:
+            return shown.lstrip().removeprefix(OPENING).lstrip()
+        thought, closed, _ = self.controls.escape(content).rpartition(CLOSING)
+        thought = thought.lstrip().removeprefix(OPENING).lstrip()
+        return f"{thought}{CLOSING}{shown}" if closed else f"{opened[1]}{CLOSING}\n\n{shown}"
+
+    def ended(self, answer: list[int]) -> list[int]:
+        """Tokens of an answer up to and including its end, which is added if the template writes none."""
         ends = [i for i, token in enumerate(answer) if token == self._eos()]
         return answer[: ends[-1] + 1] if ends else [*answer, self._eos()]
 
@@ -117,7 +140,11 @@ class Renderer:
         """
         return self._apply(turns, add_generation_prompt=True, tools=tools)
 
-    def _turns(self, content: Content, chat: bool | None, system: str | None) -> list[Message] | None:
+    def whole(self, turns: list[Message], tools: Tools = None) -> str:
+        """A conversation as text with escaped contents, up to the end of its last turn."""
+        return self._apply(turns, add_generation_prompt=False, tools=tools)
+
+    def turns(self, content: Content, chat: bool | None = None, system: str | None = None) -> list[Message] | None:
         """The conversation to render, or None for plain text."""
         if isinstance(content, str) and system is None and not (self.has_template if chat is None else chat):
             return None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from drumroll.config.data import DatasetConfig
+from drumroll.data import runs
+from drumroll.data.files import chained, json_lines, line_number, parquet_rows
 from drumroll.data.given import Table, arrow_rows, given_rows
 from drumroll.data.layouts import arrange
-from drumroll.data.runs import is_run, pairs
+from drumroll.data.runs import is_run
 from drumroll.data.split import Row
 from drumroll.errors import DataError, MissingExtra
 from drumroll.objects import PREFIX
@@ -26,9 +30,12 @@ GYM = "reasoning_gym:"
 SPLIT_WORDS = ("train", "test", "validation", "val", "dev", "eval", "held_out")
 
 
-def read(name: str, config: DatasetConfig, seed: int) -> Sequence[Row] | Iterator[Row]:
-    """The rows of a dataset: a sequence when it is finite, an iterator when it may be endless."""
-    rows = _open(name, config, seed)
+def read(name: str, config: DatasetConfig, seed: int, *, answers: bool = False) -> Sequence[Row] | Iterator[Row]:
+    """The rows of a dataset: a sequence when it is finite, an iterator when it may be endless.
+
+    A run gives pairs, or its `answers`.
+    """
+    rows = _open(name, config, seed, answers=answers)
     ours = partial(arrange, name, config)
     if isinstance(rows, Sequence):
         if not rows:
@@ -36,7 +43,7 @@ def read(name: str, config: DatasetConfig, seed: int) -> Sequence[Row] | Iterato
         count = min(len(rows), config.limit or len(rows))
         if isinstance(rows, Table):
             row = rows.row
-            return Table(count, lambda index: ours(row(index)))
+            return Table(count, lambda index: ours(row(index)), lambda: map(ours, islice(rows, count)))
         return [ours(row) for row in rows[:count]]
     return map(ours, rows) if config.limit is None else _distinct(map(ours, rows), config.limit, config.prompt)
 
@@ -69,10 +76,7 @@ def place(name: str, config: DatasetConfig, index: int) -> str:
     for file in files:
         rows = _read_file(name, file)
         if index < len(rows):
-            if file.suffix != ".jsonl":
-                return f"row {index + 1} of {file}"
-            lines = [number for number, line in enumerate(file.read_bytes().split(b"\n"), 1) if line.strip()]
-            return f"{file}:{lines[index]}"
+            return f"{file}:{line_number(file, index)}" if file.suffix == ".jsonl" else f"row {index + 1} of {file}"
         index -= len(rows)
     return f"row {index + 1} of {path}"  # saved by `datasets`
 
@@ -87,7 +91,7 @@ def _kind(source: str) -> Callable[..., Any]:
     if source.startswith(GYM):
         return _read_gym
     if is_run(path):
-        return _read_run
+        return is_run
     if path.is_dir():
         return _read_directory
     if ":" in source and not path.exists():
@@ -97,8 +101,12 @@ def _kind(source: str) -> Callable[..., Any]:
     return _read_file
 
 
-def _open(name: str, config: DatasetConfig, seed: int) -> Sequence[Row] | Iterator[Row]:
+def _open(name: str, config: DatasetConfig, seed: int, *, answers: bool = False) -> Sequence[Row] | Iterator[Row]:
     kind, path = _kind(config.source), Path(config.source).expanduser()
+    if kind is is_run:
+        return runs.answers(name, config) if answers else runs.pairs(name, config)
+    if unfit := next((key for key in ("where", "best") if getattr(config, key) is not None), None):
+        raise DataError(f"{name}.{unfit} chooses samples of a run directory, and {config.source} is none; leave it out.")
     if kind is _read_hub:
         return _read_hub(name, config.source.removeprefix(HUB), config)
     if kind is _read_directory:
@@ -114,10 +122,6 @@ def _read_gym(name: str, config: DatasetConfig, seed: int) -> Iterator[Row]:
 
 def _given(name: str, config: DatasetConfig, seed: int) -> Sequence[Row]:
     return given_rows(name, import_path(config.source, f"{name}.source"), config.split)
-
-
-def _read_run(name: str, config: DatasetConfig, seed: int) -> list[Row]:
-    return pairs(Path(config.source).expanduser())
 
 
 def _call(name: str, config: DatasetConfig, seed: int) -> list[Row] | Iterator[Row]:
@@ -176,8 +180,8 @@ def _read_directory(name: str, path: Path, split: str) -> Sequence[Row]:
     if not files:
         return _read_saved(name, path if (path / "state.json").exists() else path / split)
     if all(p.suffix == ".parquet" for p in files):
-        return _tables(name, path, [partial(_parquet, p) for p in files])
-    return [row for p in files for row in _read_file(name, p)]
+        return _table(name, path, lambda: parquet_rows(files))
+    return chained([_read_file(name, p) for p in files])
 
 
 def _files(name: str, path: Path, split: str) -> list[Path]:
@@ -217,24 +221,17 @@ def _read_saved(name: str, path: Path) -> Table:
         return pa.ipc.open_stream(pa.memory_map(str(path / file))).read_all()
 
     state = json.loads((path / "state.json").read_text())
-    return _tables(name, path, [partial(stream, part["filename"]) for part in state["_data_files"]])
+    files = [part["filename"] for part in state["_data_files"]]
+    return _table(name, path, lambda: arrow_rows(pa.concat_tables(map(stream, files), promote_options="permissive")))
 
 
-def _parquet(path: Path) -> Any:
-    import pyarrow.parquet as pq
-
-    return pq.read_table(path)
-
-
-def _tables(name: str, path: Path, opened: list[Callable[[], Any]]) -> Table:
-    """Arrow tables one after the other."""
+def _table(name: str, path: Path, opened: Callable[[], Table]) -> Table:
     import pyarrow as pa
 
     try:
-        table = pa.concat_tables([make() for make in opened], promote_options="permissive")
+        return opened()
     except (ValueError, OSError, pa.ArrowException) as error:
         raise DataError(f"{name}: {path} could not be parsed: {str(error).rstrip('.')}.") from None
-    return arrow_rows(table)
 
 
 # --- files ---
@@ -242,34 +239,24 @@ def _tables(name: str, path: Path, opened: list[Callable[[], Any]]) -> Table:
 
 def _read_file(name: str, path: Path) -> Sequence[Row]:
     if path.suffix == ".parquet" and path.exists():
-        return _tables(name, path, [partial(_parquet, path)])
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{name}: cannot read {path}: {error.strerror}.") from None
+        return _table(name, path, lambda: parquet_rows([path]))
     try:
         match path.suffix:
             case ".jsonl":
-                return [_json_row(name, path, n, line) for n, line in enumerate(text.decode().split("\n"), 1) if line.strip()]
+                return json_lines(name, path)
             case ".json":
-                rows = json.loads(text)
+                rows = json.loads(path.read_bytes())
                 if not isinstance(rows, list):
                     raise DataError(f"{name}: {path} must hold a list of rows, it holds a {type(rows).__name__}.")
                 return rows
             case ".csv":
-                return list(csv.DictReader(io.StringIO(text.decode(), newline="")))
-    except (ValueError, OSError) as error:
+                return list(csv.DictReader(io.StringIO(path.read_bytes().decode(), newline="")))
+    except OSError as error:
+        raise DataError(f"{name}: cannot read {path}: {error.strerror}.") from None
+    except ValueError as error:
         raise DataError(f"{name}: {path} could not be parsed: {str(error).rstrip('.')}.") from None
+    if not path.exists():
+        raise DataError(f"{name}: cannot read {path}: {os.strerror(errno.ENOENT)}.")
     raise DataError(
         f"{name}: {path} is of no known kind; use .jsonl, .json, .csv, .parquet, a directory, hf:owner/name or module:function."
     )
-
-
-def _json_row(name: str, path: Path, number: int, line: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{name}: {path}:{number} is not valid JSON: {error}.") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{name}: {path}:{number} must be an object with columns, it is a {type(row).__name__}.")
-    return row

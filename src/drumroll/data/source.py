@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,22 @@ from drumroll.sample import Owner, Prompt, Scene
 
 MORE = "more"
 """Column with the rest of an episode to imitate: texts, observed and answered in turn."""
+
+
+def given(row: Mapping[str, Any], config: DatasetConfig) -> Any:
+    """The prompt or conversation of a row, as it stands there."""
+    content = row.get(config.prompt)
+    return row.get("messages") if content is None else content
+
+
+def ends_with_answer(content: Any) -> bool:
+    """Whether a prompt is a conversation that ends with the assistant's turn."""
+    return not isinstance(content, str) and bool(content) and content[-1].get("role") == "assistant"
+
+
+def _has_answer(content: Any) -> bool:
+    """Whether a prompt is a conversation with a turn of the assistant."""
+    return isinstance(content, tuple) and any(turn.get("role") == "assistant" for turn in content)
 
 
 class RequiredColumns(Protocol):
@@ -58,7 +75,8 @@ class RowCheck:
             content = f"{scene.use} {json.dumps(row, sort_keys=True, default=str)}"
         wanted = [(self.config.prompt, "the prompt")] if content is None else []
         required = self.required(domain) if scene is None else self.required(domain, played=True)
-        missing = [*wanted, *((c, who) for c, who in required if row.get(c) is None)]
+        answered = {self.config.completion} if _has_answer(content) else set[str]()
+        missing = [*wanted, *((c, who) for c, who in required if row.get(c) is None and c not in answered)]
         if missing or content is None:
             column, who = missing[0]
             has = ", ".join(sorted(str(c) for c, value in row.items() if value is not None))
@@ -79,7 +97,7 @@ class RowCheck:
 
     def _content(self, row: Row, number: int) -> tuple[Content | None, Row]:
         """The prompt of a row. A conversation that ends with the assistant's turn gives that turn as the completion."""
-        content = row.get(self.config.prompt, row.get("messages"))
+        content = given(row, self.config)
         if content is None or isinstance(content, str):
             return content, row
         if not isinstance(content, Sequence) or not all(isinstance(turn, dict) and "role" in turn for turn in content):
@@ -88,8 +106,10 @@ class RowCheck:
                 f"got {content!r:.80}."
             )
         turns = tuple(content)
-        if turns and turns[-1].get("role") == "assistant":
-            return turns[:-1], {**row, self.config.completion: turns[-1]["content"]}
+        if ends_with_answer(turns):
+            answer = turns[-1]
+            own = {key for key, value in answer.items() if value is not None} - {"role", "content"}
+            return turns[:-1], {**row, self.config.completion: [answer] if own else answer["content"]}
         return turns, row
 
 
@@ -103,6 +123,8 @@ class Reader:
     required: RequiredColumns
     environment: EnvironmentConfig = NONE
     stream: str = ""
+    imitated: bool = False
+    """Leave the rendering to the caller, who renders prompts together with their answers."""
     at: int = 0
     """The number of the last row, from 0."""
 
@@ -116,6 +138,8 @@ class Reader:
         domain, content, row, scene = self.check(row, number)
         if scene is not None:
             return Prompt(Prompt.stable_id([domain, content, row]), domain, content, (), row, self.stream, scene)
+        if self.imitated:
+            return Prompt(Prompt.stable_id([domain, content]), domain, content, (), row, self.stream)
         tokens = self.renderer.prompt(content, chat=self.config.chat, system=self.config.system)
         if not tokens:
             raise BadRow(f"{self.name}: row {number + 1} has an empty prompt.")
@@ -123,8 +147,17 @@ class Reader:
 
     def defective(self, number: int, error: Exception) -> Prompt:
         """Stands for a row that cannot be used."""
+        self.at = number
         domain = self.config.domain or self.name.rpartition(".")[2]
         return Prompt(Prompt.stable_id([self.name, number]), domain, "", (), {}, self.stream, defect=str(error))
+
+    def is_chat(self) -> bool:
+        """Whether prompts that are texts become a user's turn."""
+        return self.config.system is not None or (self.renderer.has_template if self.config.chat is None else self.config.chat)
+
+    def is_conversation(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row holds its prompt and its answers in one list of messages."""
+        return ends_with_answer(given(row, self.config)) or row.get(self.config.completion) is None
 
     def answer(self, prompt: Prompt) -> list[int]:
         """Tokens of the answer to imitate."""
@@ -166,7 +199,7 @@ class _Stream:
     taken: int = 0
     sound: bool = False
     """Whether a row was usable before: a dataset whose first row is not is a mistake of the recipe."""
-    _order: list[int] = field(default_factory=list)
+    _order: array[int] = field(default_factory=lambda: array("q"))
     _epoch: int = -1
 
     def next(self) -> tuple[Row, int]:
@@ -186,7 +219,7 @@ class _Stream:
                 ) from None
         epoch, place = divmod(number, len(self.rows))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self.rows)))
+            self._epoch, self._order = epoch, array("q", range(len(self.rows)))
             if self.shuffle_seed is not None:
                 random.Random(f"{self.shuffle_seed}/{epoch}").shuffle(self._order)
         index = self._order[place]
@@ -208,8 +241,12 @@ class PromptSource:
         environment: EnvironmentConfig = NONE,
         *,
         tolerant: bool = False,
+        imitated: bool = False,
     ) -> None:
-        """`tolerant` gives an unusable row as a prompt with a `defect` instead of raising, once its dataset has had a usable one."""
+        """`tolerant` gives an unusable row as a prompt with a `defect` instead of raising, once its dataset has had a usable one.
+
+        `imitated` gives prompts without tokens, for a caller who renders them with their answers; a run gives its answers.
+        """
         self.config = config
         self.tolerant = tolerant
         self.overlong = self.longest = 0  # prompts above `data.max_prompt_tokens`, and the tokens of the longest
@@ -219,8 +256,10 @@ class PromptSource:
         self.shares = {name: share for name, share in config.mixture.items() if share} if config.mixture else {"": 1.0}
         self._streams = [
             _Stream(
-                Reader(f"data.train.{name}", dataset, renderer, required, environment, name if config.mixture else ""),
-                read(f"data.train.{name}", dataset, seed),
+                Reader(
+                    f"data.train.{name}", dataset, renderer, required, environment, name if config.mixture else "", imitated
+                ),
+                read(f"data.train.{name}", dataset, seed, answers=imitated),
                 mixture[name] / total,
                 f"{seed}/{name}" if config.shuffle else None,
             )

@@ -78,7 +78,8 @@ LEGEND = (
     (r"time/.+", "Seconds in a stage of the step."),
     (r"memory/.+", "Peak memory of a role in a stage, in GB: the sum of its processes, `max` the largest."),
     (r"data/overlong", "Prompts that were left out because they are longer than data.max_prompt_tokens."),
-    (r"data/skipped", "Rows that could not be used."),
+    (r"data/dropped/.+", "Rows that could not be used, by reason."),
+    (r"data/truncated", "Rows that were longer than `max_tokens` and lost their end."),
     (r"data/epoch", "Passes over the largest dataset."),
     (r"judge/.+", "Questions to the judge: how many, how long, at what cost."),
 )

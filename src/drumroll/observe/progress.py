@@ -21,7 +21,8 @@ from drumroll.config.best import MEASURED, lower_is_better
 from drumroll.observe.headline import Number, numbers, rank
 from drumroll.observe.legend import meaning
 from drumroll.observe.runs import duration, model_text
-from drumroll.observe.samples import GOLD, shortened, visible
+from drumroll.observe.samples import shortened, visible
+from drumroll.runfiles.conditions import GOLD
 from drumroll.runfiles.reader import RunReader
 from drumroll.sample import Sample
 

@@ -6,7 +6,7 @@ The terminal, `--json` and the report show the same rows. Only the files, column
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,31 +15,15 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from drumroll.observe.conditions import Condition
 from drumroll.observe.dialogue import Message, open_decoder, sample_dialogue
 from drumroll.observe.failures import by_cause
+from drumroll.runfiles.conditions import RECORDED, SampleCondition, gold, number, printable
 from drumroll.runfiles.reader import RunReader
 from drumroll.runfiles.rollouts import RolloutFile
-from drumroll.sample import Owner
 
 Row = dict[str, Any]
-GOLD = "answer"
-"""The column of a dataset's row that holds the right answer."""
-RECORDED = (
-    *("step", "kind", "id", "prompt_id", "domain", "prompt", "completion", "columns", "reward", "rewards", "stop", "fate"),
-    *("success", "failure", "traceback", "notes", "turns"),
-)
-"""The columns that are read of a sample to show it; of its tokens only the texts are shown."""
 CONTROLS = {i: 0x2400 + i for i in range(32) if i not in (9, 10)} | {0x7F: 0x2421}
 """Control characters and the pictures shown for them (␀, ␛, ...): a model's text must not control a terminal or a browser."""
-COMPUTED: dict[str, tuple[Sequence[str], Callable[[Row], Any]]] = {
-    "answer": (("columns",), lambda row: _gold(row)),
-    "reward": (("reward",), lambda row: _number(row["reward"])),
-    "turns": (("turns",), lambda row: len(row["turns"])),
-    "tokens": (("traces",), lambda row: sum(trace["owners"].count(Owner.POLICY) for trace in row["traces"] or ())),
-}
-"""Columns of conditions that are not as recorded: the recorded columns that they need, and their value."""
-CONDITION_COLUMNS = tuple(dict.fromkeys((*RECORDED, *COMPUTED)))
 SHORT = 240
 """Characters of a text in the table; `--full` shows all."""
 
@@ -54,7 +38,7 @@ def find_samples(
     limit: int = 20,
 ) -> list[Row]:
     """Return samples of a step: the given one, or the newest with some; with a condition, of as many steps as are needed."""
-    condition = None if where is None else Condition(where, CONDITION_COLUMNS)
+    condition = None if where is None else SampleCondition(where)
     files = sorted(run.rollouts(step=step, kind=kind), key=lambda file: (-file.step, file.kind != "train"))
     found: list[Row] = []
     for file in files:
@@ -64,46 +48,19 @@ def find_samples(
     return with_dialogues(run, found)
 
 
-def _of_file(run: RunReader, file: RolloutFile, domain: str | None, condition: Condition | None) -> Iterator[Row]:
+def _of_file(run: RunReader, file: RolloutFile, domain: str | None, condition: SampleCondition | None) -> Iterator[Row]:
     """Yield the rows of a file; those that a condition does not want are read no further than it needs."""
     chosen = {"step": file.step, "kind": file.kind, "domain": domain}
     if condition is None:
         yield from run.select(RECORDED, **chosen)
         return
     keys = ("id", "prompt_id")
-    needed = dict.fromkeys((*keys, *(name for column in condition.used for name in _needed(column))))
-    rows = list(run.select(tuple(needed), **chosen))
-    hits = [tuple(rows[i][key] for key in keys) for i in condition.matches(map(_values(condition.used), rows))]
+    rows = list(run.select(tuple(dict.fromkeys((*keys, *condition.needed))), **chosen))
+    hits = [tuple(rows[i][key] for key in keys) for i in condition.matches(rows)]
     wanted = set(hits)
     for row in run.select(RECORDED, **chosen, ids={name for name, _ in hits}) if hits else ():
         if (row["id"], row["prompt_id"]) in wanted:
             yield row
-
-
-def _needed(column: str) -> Sequence[str]:
-    return COMPUTED[column][0] if column in COMPUTED else (column,)
-
-
-def _values(columns: Iterable[str]) -> Callable[[Row], Row]:
-    """Make a row's values fit for SQLite: lists and mappings become JSON."""
-
-    def value(row: Row, column: str) -> Any:
-        found = COMPUTED[column][1](row) if column in COMPUTED else row[column]
-        if found is None or isinstance(found, float) or (isinstance(found, int) and abs(found) < 2**63):
-            return found
-        return _printable(found if isinstance(found, str) else json.dumps(found, default=str))
-
-    return lambda row: {column: value(row, column) for column in columns}
-
-
-def _gold(row: Mapping[str, Any]) -> Any:
-    columns = row["columns"]
-    return columns.get(GOLD) if isinstance(columns, dict) else None
-
-
-def _number(value: float | None) -> float | None:
-    """A recorded float32 as it was before: 0.3 and not 0.30000001192."""
-    return None if value is None else float(f"{value:.7g}")
 
 
 def with_dialogues(run: RunReader, rows: Sequence[Row]) -> list[Row]:
@@ -118,13 +75,13 @@ def with_dialogues(run: RunReader, rows: Sequence[Row]) -> list[Row]:
     def dialogue(row: Row) -> list[Message]:
         return sample_dialogue(row, traces.get((row["step"], row["kind"], row["id"], row["prompt_id"])), decoder)
 
-    return [{**row, "reward": _number(row["reward"]), "answer": _gold(row), "dialogue": dialogue(row)} for row in rows]
+    return [{**row, "reward": number(row["reward"]), "answer": gold(row), "dialogue": dialogue(row)} for row in rows]
 
 
 def json_lines(rows: Iterable[Row]) -> Iterator[str]:
     """Yield each row as a JSON object."""
     for row in rows:
-        yield _printable(json.dumps(row, ensure_ascii=False, default=str))
+        yield printable(json.dumps(row, ensure_ascii=False, default=str))
 
 
 # --- for people ---
@@ -187,12 +144,7 @@ def rewards_text(row: Row) -> str:
 
 def visible(text: str) -> Text:
     """A text for the terminal: no markup, and control characters as pictures."""
-    return Text(_printable(text).translate(CONTROLS))
-
-
-def _printable(text: str) -> str:
-    """A text without lone surrogates, which JSON in a dataset may hold and no file or terminal takes."""
-    return text.encode("utf-8", "replace").decode()
+    return Text(printable(text).translate(CONTROLS))
 
 
 def shortened(text: str, most: int = SHORT) -> Text:

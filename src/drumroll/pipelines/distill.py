@@ -19,7 +19,7 @@ from drumroll.data.render import Renderer
 from drumroll.errors import RolloutError
 from drumroll.learners import Metrics
 from drumroll.pipelines import Pipeline
-from drumroll.pipelines.held_out import measure
+from drumroll.pipelines.held_out import losses, measure_with
 from drumroll.pipelines.sft import ONLY_RL, Demonstrations, open_demonstrations
 from drumroll.rollout.scheduler import Rollouts
 from drumroll.sample import Group
@@ -47,8 +47,7 @@ async def train(session: Session, config: DistillConfig, parts: Parts) -> None:
         session.watch(rollouts=rollouts)
     if rows is not None:
         session.watch(demonstrations=rows)
-        if rows.held_out:
-            session.measure(partial(measure, workers, rows.held_out))
+        measure_with(session, rows.held_out, partial(losses, workers, rows.held_out, config.batch))
 
     await session.start()
     try:
@@ -94,11 +93,9 @@ async def _take(
             metrics |= rollouts.stats.metrics(stable=config.deterministic) | rollouts.source.metrics()
             return (await pack(workers, groups, rollouts.oldest_trainable()), groups, metrics) if groups else None
     assert rows is not None
-    if rows.source.exhausted():
-        return None
     async with session.stage("data"):
-        skipped = {"data/skipped": float(rows.skipped.total())} if rows.skipped else {}
-        return workers.batch_builder.put(rows.batch()), (), skipped
+        given = rows.batch()
+        return None if given is None else (workers.batch_builder.put(given), (), rows.metrics())
 
 
 async def _update(session: Session, config: DistillConfig, batch: Batch, *, own: bool) -> Metrics:
@@ -118,7 +115,7 @@ def show(config: DistillConfig, renderer: Renderer) -> Iterator[str]:
     if config.on_policy > 0:
         yield "trained: the policy's own completion, up to and including the end of the turn; no token of the prompt"
     if config.on_policy < 1:
-        row = Demonstrations(demonstrations(config, config), renderer).group(0)
+        row = Demonstrations(demonstrations(config, config), renderer).groups()[0]
         yield from shown(renderer.tokenizer, row.samples[0].traces[0], "the first row with a given answer")
 
 

@@ -16,13 +16,14 @@ from drumroll.algorithms import PreferenceLoss
 from drumroll.algorithms.aggregations import unit_mean
 from drumroll.batch import Batch, pack
 from drumroll.config import PreferenceConfig
+from drumroll.data.held_out import HeldOut
 from drumroll.data.marking import shown
-from drumroll.data.preferences import HeldOut, Preferences, held_out, mismatched, packed
+from drumroll.data.preferences import Preferences, held_out, mismatched, packed
 from drumroll.data.render import Renderer
 from drumroll.errors import StoreError
 from drumroll.learners import Learner, Metrics
 from drumroll.pipelines import Pipeline
-from drumroll.pipelines.held_out import with_policy
+from drumroll.pipelines.held_out import measure_with, with_policy
 from drumroll.runfiles.reference import REFERENCE_FILE, ReferenceLogprobs
 from drumroll.sample import Group
 from drumroll.session import Session
@@ -129,11 +130,7 @@ async def train(session: Session, config: PreferenceConfig, parts: Parts) -> Non
     """Compare batch after batch; until the steps, or the epochs, are done."""
     workers, rows, comparison = session.workers, parts.rows, Comparison(session, config, parts)
     session.watch(preferences=rows)
-    if parts.held_out:
-        session.measure(comparison.measure)
-    for each in parts.held_out.values():
-        if each.note:
-            workers.notify(each.note)
+    measure_with(session, parts.held_out, comparison.measure)
 
     await session.start()
     async with session.stage("infer"):

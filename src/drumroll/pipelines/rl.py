@@ -58,7 +58,7 @@ async def train(session: Session, config: RLConfig, parts: Parts) -> None:
                     metrics |= found
 
                 async with session.stage("train"):
-                    given = None if rows is None else workers.batch_builder.put(rows.batch())
+                    given = None if rows is None or (drawn := rows.batch()) is None else workers.batch_builder.put(drawn)
                     idle = session.step < config.algorithm.critic_first
                     metrics |= await update(workers, batch, temperature, idle=idle, demonstrations=given)
 
@@ -81,7 +81,7 @@ def show(config: RLConfig, renderer: Renderer) -> Iterator[str]:
     own = "the turns that the policy writes, not the observations between them" if config.has_episodes() else "the completion"
     yield f"trained: {own}, up to and including the end of the turn; no token of the prompt"
     if config.demonstrations is not None:
-        row = Demonstrations(demonstrations(config, config.demonstrations), renderer).group(0)
+        row = Demonstrations(demonstrations(config, config.demonstrations), renderer).groups()[0]
         yield from shown(renderer.tokenizer, row.samples[0].traces[0], "the first row to imitate")
 
 

@@ -6,10 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from drumroll.data.conversation import STAND_IN, grow, tools_in_words
+from drumroll.data.conversation import STAND_IN, grow
 from drumroll.data.render import Renderer
-from drumroll.envs.adapters.calls import Call as Written
-from drumroll.envs.adapters.calls import teach, written
+from drumroll.data.tools import in_words, plain
 from drumroll.sample import Message
 from drumroll.serve.traces import Call
 
@@ -26,31 +25,6 @@ def marks(messages: Sequence[Message], tools: Sequence[Any]) -> list[str]:
             same["content"] = same["content"].strip()
         found.append(json.dumps([same, list(tools) if i == 0 else []], sort_keys=True))
     return found
-
-
-def plain(message: Message) -> Message:
-    """Return a message as templates read it: its text, tool calls with parsed arguments, no empty fields."""
-    found: Message = {"role": message["role"], "content": message.get("content") or ""}
-    if message.get("tool_calls"):
-        found["tool_calls"] = [
-            {"type": "function", "function": {"name": c["function"]["name"], "arguments": _data(c["function"]["arguments"])}}
-            for c in message["tool_calls"]
-        ]
-    return found | {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
-
-
-def in_words(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Any], *, begins: bool = True) -> list[Message]:
-    """Return messages as templates read them. If the template shows no tools, tools, calls and results become words.
-
-    They are the words that tool environments use in training. `begins` says whether the messages begin the conversation.
-    """
-    turns = [plain(message) for message in messages]
-    if renderer.takes_tools or not (tools or any(m["role"] == "tool" or m.get("tool_calls") for m in turns)):
-        return turns
-    for turn in turns:
-        calls = [Written(c["function"]["name"], c["function"]["arguments"]) for c in turn.pop("tool_calls", ())]
-        turn["content"] = "\n".join(filter(None, [turn["content"], *map(written, calls)]))
-    return tools_in_words(turns, teach(list(tools)) if tools and begins else "")
 
 
 def raw(renderer: Renderer, text: str) -> list[int]:
@@ -98,11 +72,3 @@ def place(
     if rest:  # the template keeps what stands before a turn, but not the turn
         return Added(parent, path[kept].shown + text, [*path[kept].added, *tokens])
     return Added(parent, text, tokens)
-
-
-def _data(arguments: Any) -> Any:
-    """Parse arguments, which travel as text, into data for templates."""
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments

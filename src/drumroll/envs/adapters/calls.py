@@ -9,18 +9,11 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from drumroll.envs.adapters.schema import Schema
+from drumroll.data import tools
 from drumroll.envs.episode import THOUGHT
 
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 BARE = re.compile(r"\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)?\s*([\[{].*[\]}])\s*", re.DOTALL)
-
-TEACH = """You may call these tools:
-<tools>
-{tools}
-</tools>
-To call one, write <tool_call>{{"name": "its name", "arguments": {{"an argument": "its value"}}}}</tool_call>; you get its result in \
-<tool_response>. When you know the final answer, write it without a call."""
 
 
 class Call(NamedTuple):
@@ -36,14 +29,9 @@ class Unreadable(NamedTuple):
     reason: str
 
 
-def teach(schemas: list[Schema]) -> str:
-    """Return instructions on how to call tools, for models whose chat template has none."""
-    return TEACH.format(tools="\n".join(json.dumps(schema["function"]) for schema in schemas))
-
-
 def written(call: Call) -> str:
     """Format a call as text."""
-    return f"<tool_call>{json.dumps(call._asdict())}</tool_call>"
+    return tools.written(*call)
 
 
 def calls_in(text: str) -> list[Call | Unreadable]:

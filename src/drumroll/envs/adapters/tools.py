@@ -15,8 +15,9 @@ from typing import Any
 
 from typing_extensions import override
 
+from drumroll.data.tools import teach
 from drumroll.envs import Step
-from drumroll.envs.adapters.calls import Call, Unreadable, calls_in, teach, written
+from drumroll.envs.adapters.calls import Call, Unreadable, calls_in, written
 from drumroll.envs.adapters.schema import BadCall, Schema, Tool
 from drumroll.envs.episode import action_in
 from drumroll.envs.runner import awaited
