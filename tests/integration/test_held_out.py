@@ -37,8 +37,8 @@ def slow_loss(folder, rows):
 
 def test_held_out_loss_of_supervised_training(supervised, drumroll, tmp_path):
     """Exact over batches of three rows; the lowest is the best; told at the end of the run, in the report and by `runs`."""
-    changes = {"steps": 3, "optim": {"lr": 0.3}, "checkpoint": {"every": 1, "keep": 9}, "held_out": {"sums": ANSWERS}}
-    recipe = supervised(**changes, batch=3, max_tokens=40) | {"eval": {"every": 1}}
+    recipe = supervised(steps=3, optim={"lr": 0.03}, held_out={"sums": ANSWERS})
+    recipe |= {"batch": 3, "max_tokens": 40, "eval": {"every": 1}}
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(recipe))
     code, out, err = drumroll("train", str(path))
@@ -71,6 +71,4 @@ def test_a_metric_that_is_not_measured_is_refused_before_training(supervised):
     with pytest.raises(ConfigError, match=r"asks for eval/sums/los, but an evaluation of this run measures eval/sums/loss, "):
         package.train(supervised(held_out={"sums": ANSWERS}) | {"eval": {"best_by": "eval/sums/los"}})
     with pytest.raises(DataError, match=r"held_out.sums has no row that can be used"):
-        Demonstrations(
-            load(supervised(held_out={"sums": ANSWERS}, data={"max_prompt_tokens": 3})).config, Renderer(tiny.tokenizer())
-        )
+        package.train(supervised(name="long", held_out={"sums": ANSWERS}, max_tokens=3))
