@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -136,6 +138,8 @@ def test_the_dry_run_shows_a_pair_with_its_scored_token(recipe, drumroll, tmp_pa
     assert lines[1].count("[") == 1
     assert "# 2 steps × 6 pairs = 12 pairs" in out
     assert drumroll("check", str(path))[0] == 0
+    code, out, _ = drumroll("plan", str(path))
+    assert (code, "actor" in out, "logits" in out, "rollout" in out) == (0, True, False, False)
     assert "default: 0.0" in drumroll("explain", "center", "--pipeline", "reward_model")[1]
 
 
@@ -156,3 +160,34 @@ def test_a_divided_run_on_ray_trains_as_one_process(recipe, ray_cluster):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key
     tensors = [hf.AutoModelForSequenceClassification.from_pretrained(each.model_path).score.weight for each in (run, alone)]
     assert torch.allclose(*tensors, atol=1e-5)
+
+
+SERVED = """
+import json, sys
+from drumroll.engines.vllm import _prepare_environment
+_prepare_environment()
+from vllm import LLM, TokensPrompt
+if __name__ == "__main__":
+    path, rows = sys.argv[1], json.loads(sys.argv[2])
+    llm = LLM(path, runner="pooling", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4, block_size=32,
+              kv_cache_memory_bytes=2**26, disable_log_stats=True)
+    print(json.dumps([out.outputs.probs for out in llm.classify([TokensPrompt(prompt_token_ids=r) for r in rows], use_tqdm=False)]))
+"""
+
+
+@pytest.mark.slow
+def test_vllm_serves_the_export_with_the_same_scores(recipe, tmp_path):
+    """`vllm serve --runner pooling` gives raw scores, because the export says that it is a regression."""
+    pytest.importorskip("vllm")
+    run, tokenizer = package.train(recipe(optim={"lr": 1e-3})), tiny.tokenizer()
+    texts = ["1+2+3=6", "1+2+3=3", "rev abc=cba"]
+    rows = [[tokenizer.bos_token_id, *tokenizer.encode(t, add_special_tokens=False), tokenizer.eos_token_id] for t in texts]
+    script = tmp_path / "served.py"
+    script.write_text(SERVED)
+    done = subprocess.run(
+        [sys.executable, str(script), str(run.model_path), json.dumps(rows)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected = Classifier(RewardModelRole(model=str(run.model_path))).score(rows)
+    assert [score for (score,) in found] == pytest.approx(expected, abs=1e-4)

@@ -98,7 +98,8 @@ async def train(session: Session, config: RewardModelConfig, parts: Parts) -> No
             batch = workers.batch_builder.put(scored(groups))
             work = await workers.batch_builder.keep(0, BatchBuilder.work, batch, loss, unit_mean)
             metrics = await stages.train(workers, workers.actor, work)
-        await session.commit(metrics | rows.metrics())
+        read = sum(len(sample.traces[0].tokens) for group in groups for sample in group.samples)
+        await session.commit(metrics | rows.metrics() | {"train/tokens": float(read)})
     await session.finish()
 
 
