@@ -13,7 +13,6 @@ from test_parallel import FAMILIES, LAYOUTS, LIMITS, ROLES, SIZES, Matrix
 from torch.nn.functional import logsigmoid
 
 from drumroll.algorithms.aggregations import unit_mean
-from drumroll.algorithms.calibration import Calibration
 from drumroll.algorithms.losses import RewardLoss, Scores
 from drumroll.config.optim import OptimConfig
 from drumroll.config.roles import RewardModelRole
@@ -29,6 +28,7 @@ from drumroll.models.loading import load
 from drumroll.models.score import find_padding, score_model
 from drumroll.pipelines.reward_model import scored
 from drumroll.rewards.model import Classifier
+from drumroll.runfiles.calibration import Calibration
 
 
 def pairs(count=5, seed=0):
@@ -143,7 +143,7 @@ def test_margins_are_read_from_rows():
 def test_calibration_by_hand():
     """Three pairs at 0.6 (two right), one tie, one sure and wrong."""
     at = math.log(0.6 / 0.4)
-    found = Calibration.of(torch.tensor([at, at, -at, 0.0, -50.0]) * 1.0001)
+    found = Calibration.of([at + 1e-4, at + 1e-4, -at - 1e-4, 0.0, -50.0])
     assert found.pairs == [1, 0, 3, 0, 0, 0, 0, 0, 0, 1]
     assert found.observed[2] == pytest.approx(2 / 3)
     assert found.observed[0] == found.predicted[0] == 0.5
@@ -151,7 +151,7 @@ def test_calibration_by_hand():
     assert found.error == pytest.approx((3 * abs(2 / 3 - 0.6) + 0 + 1) / 5, abs=1e-4)
     sure = torch.randn(20000, generator=torch.Generator().manual_seed(0)) * 2
     right = torch.rand(20000, generator=torch.Generator().manual_seed(1)) < torch.sigmoid(sure.abs())
-    assert Calibration.of(torch.where(right, sure.abs(), -sure.abs())).error < 0.02
+    assert Calibration.of(torch.where(right, sure.abs(), -sure.abs()).tolist()).error < 0.02
 
 
 # --- ranks ---

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from drumroll.algorithms.calibration import Calibration
-from drumroll.runfiles.calibration import read_calibration
+from drumroll.runfiles.calibration import Calibration, read_calibration
 from drumroll.runfiles.reader import RunReader
 
 LEFT, RIGHT, TOP, BOTTOM = 34.0, 252.0, 10.0, 150.0
