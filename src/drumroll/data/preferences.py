@@ -6,6 +6,7 @@ length, and both are dropped or neither.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from drumroll.batch import Batch, pack
-from drumroll.config.preferences import PreferenceConfig
+from drumroll.config.preferences import PreferenceRows
 from drumroll.data.conversation import Conversation
 from drumroll.data.drawing import Dropped, GivenRows, fitted, joined
 from drumroll.data.held_out import HeldOut, read_held_out
@@ -40,7 +41,7 @@ LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 class PreferenceReader:
     """Makes groups of the rows of a dataset."""
 
-    def __init__(self, config: PreferenceConfig) -> None:
+    def __init__(self, config: PreferenceRows) -> None:
         self.config = config
         self.pairs = config.takes_pairs()
 
@@ -54,6 +55,8 @@ class PreferenceReader:
         if len(found) == 2 and found[0][0].tokens == found[1][0].tokens:
             raise Dropped("equal")
         samples = [Sample(prompt, draw, i, traces=[trace], reward=reward) for i, (trace, reward) in enumerate(found)]
+        if (kind := self.config.margin_kind()) is not None:
+            samples[0].rewards["margin"] = margin_of(prompt.columns, kind, reader.name)
         return Group(prompt, draw, samples)
 
     def _rendered(self, reader: Reader, prompt: Prompt, answers: list[Answer]) -> Iterator[tuple[list[int], Pieces]]:
@@ -82,7 +85,7 @@ class PreferenceReader:
         if self.pairs:
             other = " (loss: kto takes rows with completion and label)" if label is not None else ""
             raise BadRow(
-                f"{reader.name}: a row lacks 'chosen' or 'rejected', which loss: {self.config.loss} compares{other}; "
+                f"{reader.name}: a row lacks 'chosen' or 'rejected', which {self.config.comparer()} compares{other}; "
                 f"it has {', '.join(sorted(row))}."
             )
         rating = LABELS.get(str(label).lower())
@@ -126,6 +129,21 @@ class PreferenceReader:
         if Owner.POLICY not in trace.owners:
             raise Dropped("long")
         return trace
+
+
+def margin_of(row: Mapping[str, Any], kind: str, name: str) -> float:
+    """By how much the chosen answer of a row should score higher: its column `margin`, or the difference of its scores."""
+    columns = ("margin",) if kind == "column" else ("score_chosen", "score_rejected")
+    try:
+        found = [float(row[column]) for column in columns]
+    except (KeyError, TypeError, ValueError):
+        raise BadRow(
+            f"{name}: margin: {kind} needs numbers in {' and '.join(columns)}; a row has {', '.join(sorted(row))}."
+        ) from None
+    margin = found[0] if kind == "column" else found[0] - found[1]
+    if not math.isfinite(margin):
+        raise BadRow(f"{name}: margin: {kind} gives {margin} for a row.")
+    return margin
 
 
 def _is_dialogue(reader: Reader, text: str) -> bool:
@@ -175,7 +193,7 @@ class Preferences(GivenRows):
 
     reasons = REASONS
 
-    def __init__(self, config: PreferenceConfig, renderer: Renderer, notice: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, config: PreferenceRows, renderer: Renderer, notice: Callable[[str], None] = lambda text: None) -> None:
         super().__init__(config.data, config.seed, config.batch, renderer, notice)
         self.config = config
         self.reader = PreferenceReader(config)
@@ -185,6 +203,6 @@ class Preferences(GivenRows):
         return self.reader.group(reader, prompt, draw)
 
 
-def held_out(config: PreferenceConfig, renderer: Renderer) -> dict[str, HeldOut]:
+def held_out(config: PreferenceRows, renderer: Renderer) -> dict[str, HeldOut]:
     """The held-out sets by name."""
     return read_held_out(config.held_out, renderer, PreferenceReader(config).group, REASONS)
