@@ -79,14 +79,30 @@ def demonstrations(split: str, seed: int, task: str, flawed: float, ramp: int = 
     return _teach(TASKS[task](split, seed, **args), random.Random(f"teacher/{task}/{seed}"), flawed, ramp)
 
 
-def preferences(split: str, seed: int, task: str, wrong: float = 0.0, **args: Any) -> Iterator[Row]:
-    """Pairs of the right answer and the flawed teacher's, which is chosen in a share `wrong` of them."""
+def preferences(split: str, seed: int, task: str, wrong: float = 0.0, slips: float = 0.0, **args: Any) -> Iterator[Row]:
+    """Pairs of the right answer and the flawed teacher's, which is chosen in a share `wrong` of them.
+
+    In a share `slips` the wrong answer is the right one with a slip: a character too many or too few, another, or two swapped.
+    """
     if task not in TASKS:
         raise DataError(f"there is no task '{task}'; choose one of {', '.join(TASKS)}.{did_you_mean(task, TASKS)}")
     rng = random.Random(f"judge/{task}/{seed}")
     for row in TASKS[task](split, seed, **args):
-        first, second = (row["flawed"], row["answer"]) if rng.random() < wrong else (row["answer"], row["flawed"])
+        bad = _slip(row["answer"], rng) if slips and rng.random() < slips else row["flawed"]
+        first, second = (bad, row["answer"]) if rng.random() < wrong else (row["answer"], bad)
         yield {**row, "chosen": first, "rejected": second}
+
+
+def _slip(text: str, rng: random.Random) -> str:
+    """A text one edit away: a character too many, another, one too few, or two in the other order."""
+    kinds = "0123456789" if text.isdigit() else "abcdefgh"
+    while True:
+        at, other = rng.randrange(len(text)), rng.choice(kinds)
+        edits = (other + text[at], other, "", text[at : at + 2][::-1])
+        edit = rng.randrange(len(edits))
+        made = text[:at] + edits[edit] + text[at + (2 if edit == 3 else 1) :]
+        if made not in ("", text):
+            return made
 
 
 def _teach(rows: Iterator[Row], rng: random.Random, flawed: float, ramp: int) -> Iterator[Row]:
