@@ -2,32 +2,26 @@
 
 python trl_losses.py CASES OUT
 
-CASES (safetensors) holds `CASE/column` for any number of cases: `logprobs`, `old`, `behaviour`, `reference` and `mask`
-(1 where trained) padded to [samples, tokens]; `lengths`, `advantages` and `rewards` [samples]. Its metadata holds
-`settings` as JSON: name → options of TRL's GRPOConfig, and `use_vllm` if the gap to `behaviour` is to be corrected.
-OUT gets, for every setting and case, `NAME/CASE/loss`, `gradient` (by log-prob) and `advantages` (TRL's, from `rewards`).
+Columns of CASES: `logprobs`, `old`, `behaviour`, `reference` and `mask` (1 where trained) padded to [samples, tokens];
+`lengths`, `advantages` and `rewards` [samples]. A setting is options of TRL's GRPOConfig, and `use_vllm` if the gap to
+`behaviour` is to be corrected. Results: `loss`, `gradient` (by log-prob) and `advantages` (TRL's, from `rewards`).
 
 No formula stands here. TRL's trainer is real; only where it would run a model it is given the saved log-probs.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
-from collections import defaultdict
 from typing import Any
 
 import torch
+from cases import Case, answer_all
 from datasets import Dataset
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-Case = dict[str, Tensor]
 WORDS = {"<pad>": 0, "<eos>": 1, "word": 2}
 
 
@@ -40,14 +34,14 @@ class SavedTrainer(GRPOTrainer):
         column = "logprobs" if torch.is_grad_enabled() else "reference" if model is self.ref_model else "old"
         return self.case[column], torch.zeros_like(self.case[column]), None
 
-    def losses(self, case: Case) -> dict[str, Tensor]:
+    def losses(self, case: Case) -> Case:
         """Score the case's rollouts, then take the loss of its given advantages."""
         self.case = case
         scored = self._generate_and_score_completions([{"prompt": "word"} for _ in case["rewards"]])
         logprobs = case["logprobs"].requires_grad_()
         loss = self.compute_loss(self.model, {**scored, "advantages": case["advantages"]})
         (gradient,) = torch.autograd.grad(loss, logprobs)
-        return {"loss": loss.detach(), "gradient": gradient, "advantages": scored["advantages"]}
+        return {"loss": loss, "gradient": gradient, "advantages": scored["advantages"]}
 
 
 def rollout(prompts: list[str], trainer: SavedTrainer) -> dict[str, list[Any]]:
@@ -94,24 +88,7 @@ def save_tiny_model(folder: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
 
 
-def main(cases_file: str, out_file: str) -> None:
-    """Every setting on every case."""
-    cases: defaultdict[str, Case] = defaultdict(dict)
-    with safe_open(cases_file, "pt") as file:
-        settings = json.loads(file.metadata()["settings"])
-    for key, value in load_file(cases_file).items():
-        case, column = key.split("/")
-        cases[case][column] = value
-    out = {}
+if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         save_tiny_model(folder)
-        for name, options in settings.items():
-            trainer = make_trainer(folder, options)
-            for case, columns in cases.items():
-                results = trainer.losses({column: value.clone() for column, value in columns.items()})
-                out.update({f"{name}/{case}/{key}": value.contiguous() for key, value in results.items()})
-    save_file(out, out_file)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        answer_all(lambda options: make_trainer(folder, options).losses)

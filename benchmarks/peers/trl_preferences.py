@@ -2,34 +2,29 @@
 
 python trl_preferences.py CASES OUT
 
-CASES (safetensors) holds `CASE/column` for any number of cases, of answers padded to [answers, tokens], the chosen ones
-first: `logprobs` and `reference`; `mask` (1 where trained); and for KTO `kl_logprobs`, `kl_reference` of mismatched answers
-with the same mask. Its metadata holds `settings` as JSON: name → [trainer, options of its config].
-OUT gets, for every setting and case, `NAME/CASE/loss` and `gradient` (by log-prob).
+Columns of CASES, of answers padded to [answers, tokens], the chosen ones first: `logprobs` and `reference`; `mask` (1 where
+trained); and for KTO `kl_logprobs`, `kl_reference` of mismatched answers with the same mask. A setting is a trainer and options
+of its config. Results: `loss` and `gradient` (by log-prob).
 
 No formula stands here. TRL's trainers are real; only where they would run a model they are given the saved log-probs.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
-from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from cases import Case, answer_all
 from datasets import Dataset
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl_losses import WORDS, save_tiny_model
 
-Case = dict[str, Tensor]
 OWN, MISMATCHED = WORDS["word"], WORDS["<eos>"]
 """The token of answers, and the token of mismatched answers."""
 PAIRS = {"prompt": ["word"], "chosen": ["word"], "rejected": ["<pad>"]}
@@ -81,13 +76,13 @@ def inputs(kind: str, case: Case) -> dict[str, Any]:
     return {f"{side}_{name}": column[rows] for side, rows in sides.items() for name, column in columns.items()}
 
 
-def losses(trainer: Any, kind: str, case: Case) -> dict[str, Tensor]:
+def losses(trainer: Any, kind: str, case: Case) -> Case:
     """TRL's loss, and its gradient by log-prob."""
     logprobs = case["logprobs"].requires_grad_()
     trainer.ref_model = Saved(case, "reference", "kl_reference")
     loss = trainer.compute_loss(Saved(case, "logprobs", "kl_logprobs"), inputs(kind, case))
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    return {"loss": loss.detach(), "gradient": gradient}
+    return {"loss": loss, "gradient": gradient}
 
 
 def make_trainer(folder: str, kind: str, options: dict[str, Any]) -> Any:
@@ -99,24 +94,7 @@ def make_trainer(folder: str, kind: str, options: dict[str, Any]) -> Any:
     return trainer(model=folder, args=args, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer)
 
 
-def main(cases_file: str, out_file: str) -> None:
-    """Every setting on every case."""
-    cases: defaultdict[str, Case] = defaultdict(dict)
-    with safe_open(cases_file, "pt") as file:
-        settings = json.loads(file.metadata()["settings"])
-    for key, value in load_file(cases_file).items():
-        case, column = key.split("/")
-        cases[case][column] = value
-    out = {}
+if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         save_tiny_model(folder)
-        for name, (kind, options) in settings.items():
-            trainer = make_trainer(folder, kind, options)
-            for case, columns in cases.items():
-                results = losses(trainer, kind, {column: value.clone() for column, value in columns.items()})
-                out.update({f"{name}/{case}/{key}": value.contiguous() for key, value in results.items()})
-    save_file(out, out_file)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        answer_all(lambda setting: partial(losses, make_trainer(folder, *setting), setting[0]))

@@ -87,6 +87,7 @@ class Batch:
     advantages: Tensor | None = None  # [tokens]
     weights: Tensor | None = None  # [tokens] share of each token in the loss; sums to 1 over a minibatch
     unit_of: Tensor | None = None  # [samples] samples of one unit (a pair) are never separated; None: each by itself
+    margins: Tensor | None = None  # [samples] by how much the pair's chosen answer should score higher; None: not said
     given: Tensor | None = None  # [samples] bool: demonstrations beside the policy's own samples; None: there are none
 
     @property

@@ -3,15 +3,12 @@
 TRL answers all cases at once, in an environment of its own: benchmarks/peers/trl_losses.py.
 """
 
-import json
-from collections import defaultdict
-from typing import NamedTuple
+from functools import partial
 
 import peers
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from peers import distance
 
 from drumroll.algorithms import Algorithm
 from drumroll.algorithms.losses import Tokens
@@ -19,7 +16,6 @@ from drumroll.batch import pack
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 
-RECORDING = peers.RECORDINGS / "trl.safetensors"
 GROUPS, SIZE, LONGEST = 4, 4, 24
 SEEDS = [str(seed) for seed in range(6)]
 EMPTY = "99"
@@ -104,78 +100,14 @@ def make_case(seed, *, empty=False):
 
 
 SETTINGS = {name: {**theirs, "num_generations": SIZE, "max_completion_length": LONGEST} for name, (_, theirs) in SAME.items()}
-EXACT = ("logprobs", "old", "reference")
-"""Columns that are float64 for TRL and for us, so that only formulas can differ; their values are those of float32."""
-
-
-class Compared(NamedTuple):
-    """Cases, and what TRL makes of them under all settings: `NAME/CASE/loss`, `gradient` and `advantages`."""
-
-    cases: dict[str, dict[str, torch.Tensor]]
-    answers: dict[str, torch.Tensor]
-
-
-def ask(cases, folder):
-    """What TRL makes of the cases, live."""
-    tensors = {f"{case}/{column}": value for case, columns in cases.items() for column, value in columns.items()}
-    save_file(tensors, folder / "cases", metadata={"settings": json.dumps(SETTINGS)})
-    peers.run([peers.python("trl"), "benchmarks/peers/trl_losses.py", folder / "cases", folder / "out"])
-    return load_file(folder / "out")
-
-
-def write(told):
-    """Record cases and answers in float32; of gradients those of the trained tokens, for the others are 0."""
-    facts = {"pins": peers.pins("trl"), "settings": SETTINGS, "seeds": [*SEEDS, EMPTY]}
-    rows = {f"case/{case}/{column}": value for case, columns in told.cases.items() for column, value in columns.items()}
-    for name, value in told.answers.items():
-        _, case, kind = name.split("/")
-        trained = told.cases[case]["mask"].bool()
-        if kind == "gradient":
-            assert not value[~trained].any()
-        rows[f"answer/{name}"] = value[trained] if kind == "gradient" else value
-    small = {name: value.float() if value.is_floating_point() else value.char() for name, value in rows.items()}
-    save_file(small, RECORDING, metadata={"facts": json.dumps(facts)})
-
-
-def read():
-    """The recorded cases and answers."""
-    with safe_open(RECORDING, "pt") as file:
-        peers.current("trl", json.loads(file.metadata()["facts"]), settings=SETTINGS, seeds=[*SEEDS, EMPTY])
-    cases, answers = defaultdict(dict), {}
-    rows = load_file(RECORDING)
-    for name in sorted(rows, reverse=True):  # cases first: they say which tokens are trained
-        kind, *which, column = name.split("/")
-        value = rows[name] if rows[name].is_floating_point() else rows[name].long()
-        if kind == "case":
-            cases[which[0]][column] = value.double() if column in EXACT else value
-        else:
-            trained = cases[which[1]]["mask"].bool()
-            whole = torch.zeros(trained.shape).masked_scatter(trained, value) if column == "gradient" else value
-            answers["/".join((*which, column))] = whole.double()
-    return Compared(cases, answers)
-
-
-@pytest.fixture(scope="module")
-def live(request, tmp_path_factory):
-    """TRL's answers to the recorded cases, or to new ones that are then recorded."""
-    recorded = request.config.getoption("record")
-    cases = {seed: make_case(int(seed), empty=seed == EMPTY) for seed in (*SEEDS, EMPTY)} if recorded else read().cases
-    told = Compared(cases, ask(cases, tmp_path_factory.mktemp("trl")))
-    if recorded:
-        write(told)
-    return told
-
-
-@pytest.fixture(scope="module", params=peers.SOURCES)
-def trl(request):
-    return read() if request.param == "recorded" else request.getfixturevalue("live")
+CASES = {name: partial(make_case, int(name), empty=name == EMPTY) for name in (*SEEDS, EMPTY)}
+RECORDING = peers.Recording("trl_losses", SETTINGS, CASES, exact=("logprobs", "old", "reference"))
+live, trl = RECORDING.fixtures()
 
 
 @pytest.mark.peers
 def test_the_recording_is_what_trl_answers(live):
-    recorded = read().answers
-    assert recorded.keys() == live.answers.keys()
-    assert all(distance(recorded[name], answer) < 1e-6 for name, answer in live.answers.items())
+    assert RECORDING.agrees_with(live)
 
 
 def packed(case):
@@ -213,11 +145,6 @@ def loss_and_gradient(case, settings):
     per_token, _ = algorithm.loss(tokens)
     loss = (per_token * algorithm.aggregate(batch)[batch.mask]).sum()
     return loss.detach(), *torch.autograd.grad(loss, logprobs)
-
-
-def distance(got, want):
-    """The largest difference, relative to the largest value."""
-    return ((got - want).abs().max() / want.abs().max()).item()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

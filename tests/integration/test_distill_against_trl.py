@@ -3,13 +3,12 @@
 TRL answers all cases at once, in an environment of its own: benchmarks/peers/trl_distill.py.
 """
 
-import json
+from functools import partial
 
 import peers
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from peers import distance
 from test_distill import PlainHead
 
 from drumroll.algorithms.aggregations import token_mean
@@ -18,7 +17,6 @@ from drumroll.config.divergence import DivergenceConfig
 from drumroll.models.distillation import Comparison, Target, TeacherHeads, TeacherPass
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 
-RECORDING = peers.RECORDINGS / "trl_distill.safetensors"
 ROWS, TOKENS, VOCABULARY, WIDTH = 3, 9, 23, 8
 SEEDS = ["0", "1"]
 SAME = {
@@ -29,8 +27,6 @@ SAME = {
     "jsd 0.1, warm": ({"use": "jsd", "beta": 0.1}, {"beta": 0.1, "temperature": 1.7}),
     "reverse, cold": ({"use": "reverse"}, {"beta": 1.0, "temperature": 0.6}),
 }
-SETTINGS = {name: theirs for name, (_, theirs) in SAME.items()}
-FACTS = {"settings": SETTINGS, "seeds": SEEDS}
 
 
 def make_case(seed):
@@ -51,52 +47,14 @@ def make_case(seed):
     }
 
 
-def ask(cases, folder):
-    """What TRL makes of the cases, live."""
-    tensors = {f"{case}/{column}": value for case, columns in cases.items() for column, value in columns.items()}
-    save_file(tensors, folder / "cases", metadata={"settings": json.dumps(SETTINGS)})
-    peers.run([peers.python("trl"), "benchmarks/peers/trl_distill.py", folder / "cases", folder / "out"])
-    return load_file(folder / "out")
-
-
-def read():
-    """The recorded cases and answers."""
-    with safe_open(RECORDING, "pt") as file:
-        peers.current("trl", json.loads(file.metadata()["facts"]), **FACTS)
-    rows, cases = load_file(RECORDING), {}
-    for name in [name for name in rows if name.startswith("case/")]:
-        _, case, column = name.split("/")
-        cases.setdefault(case, {})[column] = rows.pop(name)
-    return cases, rows
-
-
-@pytest.fixture(scope="module")
-def live(request, tmp_path_factory):
-    """TRL's answers to the recorded cases, or to new ones that are then recorded."""
-    recorded = request.config.getoption("record")
-    cases = {seed: make_case(int(seed)) for seed in SEEDS} if recorded else read()[0]
-    answers = ask(cases, tmp_path_factory.mktemp("trl"))
-    if recorded:
-        given = {f"case/{case}/{column}": value for case, columns in cases.items() for column, value in columns.items()}
-        save_file(given | answers, RECORDING, metadata={"facts": json.dumps({"pins": peers.pins("trl"), **FACTS})})
-    return cases, answers
-
-
-@pytest.fixture(scope="module", params=peers.SOURCES)
-def trl(request):
-    return read() if request.param == "recorded" else request.getfixturevalue("live")
+SETTINGS = {f"{trainer}/{name}": (trainer, theirs) for trainer in ("distillation", "gkd") for name, (_, theirs) in SAME.items()}
+RECORDING = peers.Recording("trl_distill", SETTINGS, {seed: partial(make_case, int(seed)) for seed in SEEDS})
+live, trl = RECORDING.fixtures()
 
 
 @pytest.mark.peers
 def test_the_recording_is_what_trl_answers(live):
-    recorded = read()[1]
-    assert recorded.keys() == live[1].keys()
-    assert all(distance(recorded[name], answer) < 1e-6 for name, answer in live[1].items())
-
-
-def distance(got, want):
-    """The largest difference, relative to the largest value."""
-    return ((got - want).abs().max() / want.abs().max()).item()
+    assert RECORDING.agrees_with(live)
 
 
 def shares(mask):

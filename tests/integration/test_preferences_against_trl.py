@@ -3,14 +3,12 @@
 TRL answers all cases at once, in an environment of its own: benchmarks/peers/trl_preferences.py.
 """
 
-import json
-from collections import defaultdict
+from functools import partial
 
 import peers
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from peers import distance
 
 from drumroll.algorithms import Algorithm
 from drumroll.algorithms.aggregations import unit_mean
@@ -23,13 +21,10 @@ from drumroll.data.preferences import packed
 from drumroll.sample import Group, Owner, Prompt, Sample, Trace
 from drumroll.workers.batch_builder import BatchBuilder
 
-RECORDING = peers.RECORDINGS / "trl_preferences.safetensors"
 PAIRS, LONGEST = 5, 12
 SEEDS = [str(seed) for seed in range(4)]
 EVEN = "99"
 """The case whose chosen answers are equally long."""
-EXACT = ("logprobs", "reference", "kl_logprobs", "kl_reference")
-"""Columns that are float64 for TRL and for us, so that only formulas can differ; their values are those of float32."""
 
 SAME = {
     # name: (ours, TRL's trainer and options)
@@ -73,58 +68,15 @@ def make_case(seed, *, even=False):
     return {**{name: column.double() for name, column in case.items()}, "mask": mask.long()}
 
 
-def ask(cases, folder):
-    """What TRL makes of the cases, live."""
-    tensors = {f"{case}/{column}": value for case, columns in cases.items() for column, value in columns.items()}
-    save_file(tensors, folder / "cases", metadata={"settings": json.dumps(SETTINGS)})
-    peers.run([peers.python("trl"), "benchmarks/peers/trl_preferences.py", folder / "cases", folder / "out"])
-    return load_file(folder / "out")
-
-
-def write(cases, answers):
-    """Record cases and answers in float32."""
-    rows = {f"case/{case}/{column}": value for case, columns in cases.items() for column, value in columns.items()}
-    rows |= {f"answer/{name}": value for name, value in answers.items()}
-    small = {name: value.float() if value.is_floating_point() else value.char() for name, value in rows.items()}
-    facts = {"pins": peers.pins("trl"), "settings": SETTINGS, "seeds": [*SEEDS, EVEN]}
-    save_file(small, RECORDING, metadata={"facts": json.dumps(facts)})
-
-
-def read():
-    """The recorded cases and answers."""
-    with safe_open(RECORDING, "pt") as file:
-        peers.current("trl", json.loads(file.metadata()["facts"]), settings=SETTINGS, seeds=[*SEEDS, EVEN])
-    cases, answers = defaultdict(dict), {}
-    for name, value in load_file(RECORDING).items():
-        kind, *which, column = name.split("/")
-        if kind == "case":
-            cases[which[0]][column] = value.double() if column in EXACT else value.long()
-        else:
-            answers["/".join((*which, column))] = value.double()
-    return cases, answers
-
-
-@pytest.fixture(scope="module")
-def live(request, tmp_path_factory):
-    """TRL's answers to the recorded cases, or to new ones that are then recorded."""
-    recorded = request.config.getoption("record")
-    cases = {seed: make_case(int(seed), even=seed == EVEN) for seed in (*SEEDS, EVEN)} if recorded else read()[0]
-    answers = ask(cases, tmp_path_factory.mktemp("trl"))
-    if recorded:
-        write(cases, answers)
-    return cases, answers
-
-
-@pytest.fixture(scope="module", params=peers.SOURCES)
-def trl(request):
-    return read() if request.param == "recorded" else request.getfixturevalue("live")
+MAKE = {name: partial(make_case, int(name), even=name == EVEN) for name in (*SEEDS, EVEN)}
+EXACT = ("logprobs", "reference", "kl_logprobs", "kl_reference")
+RECORDING = peers.Recording("trl_preferences", SETTINGS, MAKE, EXACT)
+live, trl = RECORDING.fixtures()
 
 
 @pytest.mark.peers
 def test_the_recording_is_what_trl_answers(live):
-    recorded = read()[1]
-    assert recorded.keys() == live[1].keys()
-    assert all(distance(recorded[name], answer) < 1e-6 for name, answer in live[1].items())
+    assert RECORDING.agrees_with(live)
 
 
 def groups_of(case):
@@ -183,11 +135,6 @@ def loss_and_gradient(case, settings):
     per_token, _ = PreferenceLoss(terms, 0.0 if terms.takes_pairs() else kl_of(case))(tokens)
     loss = (per_token * unit_mean(batch)[batch.mask]).sum()
     return loss.detach(), *torch.autograd.grad(loss, logprobs)
-
-
-def distance(got, want):
-    """The largest difference, relative to the largest value."""
-    return ((got - want).abs().max() / want.abs().max()).item()
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)

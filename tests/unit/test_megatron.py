@@ -384,11 +384,11 @@ def test_a_missing_library_is_one_sentence_with_its_command(matrix):
 def test_a_model_that_the_map_cannot_express_is_refused(family, change, said):
     config = SimpleNamespace(**{**FAMILIES[family].to_dict(), "model_type": FAMILIES[family].model_type, **change})
     with pytest.raises(ModelError, match=re.escape(said)):
-        Names(config, value=False, tensor=1)
+        Names(config, tensor=1)
 
 
 def test_a_tensor_that_the_map_does_not_know_is_refused_by_name():
-    names = Names(FAMILIES["Qwen3"], value=False, tensor=1)
+    names = Names(FAMILIES["Qwen3"], tensor=1)
     names.check_files([*names.shapes, "model.layers.0.self_attn.rotary_emb.inv_freq"], "here")
     with pytest.raises(ModelError, match=re.escape("here has the tensor model.layers.0.self_attn.sinks,")):
         names.check_files([*names.shapes, "model.layers.0.self_attn.sinks"], "here")

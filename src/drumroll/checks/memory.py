@@ -171,7 +171,7 @@ class _Usages:
             mesh=mesh,
             trained=role in TRAINED,
             adapters=memory.adapter_parameters(shape, lora.rank) if lora is not None and role == "actor" else 0,
-            values=role == "critic",
+            values=role == "critic" or (role == "actor" and config.trains_scores()),
             recompute=getattr(section, "recompute_activations", False),
             reshard=parallel.reshard,
             accumulate=parallel.accumulate,

@@ -3,8 +3,20 @@
 from drumroll.config.distill import DistillConfig
 from drumroll.config.loading import Loaded, check, dump, load
 from drumroll.config.preferences import PreferenceConfig
+from drumroll.config.reward_model import RewardModelConfig
 from drumroll.config.rl import RLConfig
 from drumroll.config.run import RunConfig
 from drumroll.config.sft import SFTConfig
 
-__all__ = ["DistillConfig", "Loaded", "PreferenceConfig", "RLConfig", "RunConfig", "SFTConfig", "check", "dump", "load"]
+__all__ = [
+    "DistillConfig",
+    "Loaded",
+    "PreferenceConfig",
+    "RLConfig",
+    "RewardModelConfig",
+    "RunConfig",
+    "SFTConfig",
+    "check",
+    "dump",
+    "load",
+]

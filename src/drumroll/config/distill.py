@@ -31,7 +31,7 @@ class DistillConfig(RunConfig):
     """Distillation: follow a teacher on given answers, on the policy's own samples, or on both in turn."""
 
     pipeline: str = "distill"
-    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `distill` follows a teacher; `module:NAME` is a pipeline of your own."""
+    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `reward_model` learns to score answers from preferences; `distill` follows a teacher; `module:NAME` is a pipeline of your own."""
     divergence: DivergenceConfig = DivergenceConfig(over="all")
     """Which divergence from the teacher (`roles.teacher`) is made small, over which tokens."""
     on_policy: float = Field(1.0, ge=0, le=1)

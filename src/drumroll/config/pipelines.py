@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from drumroll.config.distill import DistillConfig
 from drumroll.config.preferences import PreferenceConfig
+from drumroll.config.reward_model import RewardModelConfig
 from drumroll.config.rl import RLConfig
 from drumroll.config.run import RunConfig
 from drumroll.config.sft import SFTConfig
@@ -17,6 +18,7 @@ CONFIGS: dict[str, type[RunConfig]] = {
     DEFAULT: RLConfig,
     "sft": SFTConfig,
     "dpo": PreferenceConfig,
+    "reward_model": RewardModelConfig,
     "distill": DistillConfig,
 }
 """The built-in pipelines; `pipelines/<name>.py` implements each. Their configs are here so that reading one needs no torch."""

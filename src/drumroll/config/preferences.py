@@ -55,21 +55,57 @@ class HeldOutConfig(DatasetConfig):
     """Use at most this many rows."""
 
 
-class PreferenceConfig(PreferenceTerms, RunConfig):
-    """Training on preferences: pairs of answers, or single answers that were called good or bad."""
+class PreferenceRows(RunConfig):
+    """The keys of pipelines that train on preferences."""
 
-    pipeline: str = "dpo"
-    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `distill` follows a teacher; `module:NAME` is a pipeline of your own."""
     batch: int = Field(64, ge=1)
-    """Rows per step: pairs, or with `loss: kto` also single answers."""
+    """Rows per step."""
     max_tokens: int = Field(1024, ge=2)
     """Longest answer together with its prompt, in tokens."""
     overlong: Literal["truncate", "drop", "fail"] = "truncate"
     """What to do with a row of which an answer is longer: cut both answers there, skip the row, or stop. Counted in `data/dropped/long` when skipped."""
-    reference: Literal["role", "lora", "precomputed"] | None = None
-    """Where the reference's log-probs come from: `role` (a second model, `roles.reference`), `lora` (the actor without its adapters), or `precomputed` (once, before the first step; kept in the run directory). Default: `lora` if the actor trains adapters and `roles.reference` names no model, else `role`."""
     held_out: dict[str, HeldOutConfig] = {}
     """Held-out preferences by name: loss, accuracy and margin are measured with every evaluation, as `eval/<name>/accuracy`."""
+
+    def takes_pairs(self) -> bool:
+        """Whether the loss compares a chosen with a rejected answer."""
+        return True
+
+    def comparer(self) -> str:
+        """What compares answers, for sentences."""
+        return f"pipeline: {self.pipeline}"
+
+    def margin_kind(self) -> str | None:
+        """What the margin of a pair is read from: `column`, `scores`, or None for none."""
+        return None
+
+    @override
+    def longest_trained(self) -> int:
+        return self.max_tokens * 2 if self.takes_pairs() else self.max_tokens  # a pair is never separated
+
+    @override
+    def batch_size(self) -> int:
+        return self.batch * 2
+
+    @override
+    def training_columns(self, dataset: DatasetConfig) -> list[tuple[str, str]]:
+        return [(column, self.comparer()) for column in ("chosen", "rejected")] if self.takes_pairs() else []
+
+    @override
+    def arithmetic(self) -> list[str]:
+        rows = "pairs" if self.takes_pairs() else "rows"
+        return [f"{self.steps} steps × {self.batch} {rows} = {self.steps * self.batch:,} {rows}"]
+
+
+class PreferenceConfig(PreferenceTerms, PreferenceRows):
+    """Training on preferences: pairs of answers, or single answers that were called good or bad."""
+
+    pipeline: str = "dpo"
+    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `reward_model` learns to score answers from preferences; `distill` follows a teacher; `module:NAME` is a pipeline of your own."""
+    batch: int = Field(64, ge=1)
+    """Rows per step: pairs, or with `loss: kto` also single answers."""
+    reference: Literal["role", "lora", "precomputed"] | None = None
+    """Where the reference's log-probs come from: `role` (a second model, `roles.reference`), `lora` (the actor without its adapters), or `precomputed` (once, before the first step; kept in the run directory). Default: `lora` if the actor trains adapters and `roles.reference` names no model, else `role`."""
     eval_max_tokens: int = Field(64, ge=1)
     """Longest completion in evaluation."""
 
@@ -97,21 +133,8 @@ class PreferenceConfig(PreferenceTerms, RunConfig):
         return {"reference": f"loss: {self.loss} compares with the reference policy"}
 
     @override
-    def longest_trained(self) -> int:
-        return self.max_tokens * 2 if self.takes_pairs() else self.max_tokens  # a pair is never separated
-
-    @override
-    def batch_size(self) -> int:
-        return self.batch * 2
-
-    @override
-    def training_columns(self, dataset: DatasetConfig) -> list[tuple[str, str]]:
-        return [(column, f"loss: {self.loss}") for column in ("chosen", "rejected")] if self.takes_pairs() else []
-
-    @override
-    def arithmetic(self) -> list[str]:
-        rows = "pairs" if self.takes_pairs() else "rows"
-        return [f"{self.steps} steps × {self.batch} {rows} = {self.steps * self.batch:,} {rows}"]
+    def comparer(self) -> str:
+        return f"loss: {self.loss}"
 
     def terms(self) -> PreferenceTerms:
         """The keys of the loss alone."""

@@ -111,7 +111,7 @@ class RunConfig(Section):
     import_from: list[str] = []
     """Directories where `module:function` is looked up. The recipe's directory and the current one are added."""
     pipeline: str = "rl"
-    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `distill` follows a teacher; `module:NAME` is a pipeline of your own."""
+    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `reward_model` learns to score answers from preferences; `distill` follows a teacher; `module:NAME` is a pipeline of your own."""
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
@@ -256,6 +256,10 @@ class RunConfig(Section):
 
     def has_rollouts(self) -> bool:
         """Whether training generates and scores samples."""
+        return False
+
+    def trains_scores(self) -> bool:
+        """Whether the actor is a reward model: its head gives a score, and it generates nothing, so there are no engines."""
         return False
 
     def rollout_section(self) -> RolloutConfig:

@@ -16,7 +16,7 @@ class SFTConfig(RunConfig):
     """Supervised training on given answers."""
 
     pipeline: str = "sft"
-    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `distill` follows a teacher; `module:NAME` is a pipeline of your own."""
+    """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `reward_model` learns to score answers from preferences; `distill` follows a teacher; `module:NAME` is a pipeline of your own."""
     batch: int = Field(64, ge=1)
     """Rows per step."""
     max_tokens: int = Field(1024, ge=2)

@@ -48,7 +48,9 @@ def _best_and_worst(row: Row) -> Row:
     if len(rated) < 2:
         return row
     ranked = sorted(rated, key=lambda c: float(c["overall_score"]))
-    return row | {"prompt": row["instruction"], "chosen": ranked[-1]["response"], "rejected": ranked[0]["response"]}
+    found = {"chosen": ranked[-1]["response"], "rejected": ranked[0]["response"]}
+    scores = {"score_chosen": ranked[-1]["overall_score"], "score_rejected": ranked[0]["overall_score"]}
+    return row | {"prompt": row["instruction"], **found, **scores}
 
 
 def _is_conversation(value: Any) -> bool:

@@ -6,6 +6,7 @@ length, and both are dropped or neither.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from drumroll.batch import Batch, pack
-from drumroll.config.preferences import PreferenceConfig
+from drumroll.config.preferences import PreferenceRows
 from drumroll.data.conversation import Conversation
 from drumroll.data.preference_layouts import HUMAN, dialogue
 from drumroll.data.render import Content, Renderer
@@ -44,7 +45,7 @@ class Dropped(Exception):
 class PreferenceReader:
     """Makes groups of the rows of a dataset."""
 
-    def __init__(self, config: PreferenceConfig) -> None:
+    def __init__(self, config: PreferenceRows) -> None:
         self.config = config
         self.pairs = config.takes_pairs()
 
@@ -58,6 +59,8 @@ class PreferenceReader:
         if len(found) == 2 and found[0][0].tokens == found[1][0].tokens:
             raise Dropped("equal")
         samples = [Sample(prompt, draw, i, traces=[trace], reward=reward) for i, (trace, reward) in enumerate(found)]
+        if (kind := self.config.margin_kind()) is not None:
+            samples[0].rewards["margin"] = margin_of(prompt.columns, kind, reader.name)
         return Group(prompt, draw, samples)
 
     def _rendered(self, reader: Reader, prompt: Prompt, answers: list[Answer]) -> Iterator[tuple[list[int], Pieces]]:
@@ -86,7 +89,7 @@ class PreferenceReader:
         if self.pairs:
             other = " (loss: kto takes rows with completion and label)" if label is not None else ""
             raise BadRow(
-                f"{reader.name}: a row lacks 'chosen' or 'rejected', which loss: {self.config.loss} compares{other}; "
+                f"{reader.name}: a row lacks 'chosen' or 'rejected', which {self.config.comparer()} compares{other}; "
                 f"it has {', '.join(sorted(row))}."
             )
         rating = LABELS.get(str(label).lower())
@@ -144,6 +147,21 @@ class PreferenceReader:
         if Owner.POLICY not in trace.owners:
             raise Dropped("long")
         return trace
+
+
+def margin_of(row: Mapping[str, Any], kind: str, name: str) -> float:
+    """By how much the chosen answer of a row should score higher: its column `margin`, or the difference of its scores."""
+    columns = ("margin",) if kind == "column" else ("score_chosen", "score_rejected")
+    try:
+        found = [float(row[column]) for column in columns]
+    except (KeyError, TypeError, ValueError):
+        raise BadRow(
+            f"{name}: margin: {kind} needs numbers in {' and '.join(columns)}; a row has {', '.join(sorted(row))}."
+        ) from None
+    margin = found[0] if kind == "column" else found[0] - found[1]
+    if not math.isfinite(margin):
+        raise BadRow(f"{name}: margin: {kind} gives {margin} for a row.")
+    return margin
 
 
 def _is_dialogue(reader: Reader, text: str) -> bool:
@@ -209,7 +227,7 @@ def _split(trace: Trace) -> tuple[list[int], Pieces]:
 class Preferences:
     """Draws batches of preferences, each row once in an epoch."""
 
-    def __init__(self, config: PreferenceConfig, renderer: Renderer, notice: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, config: PreferenceRows, renderer: Renderer, notice: Callable[[str], None] = lambda text: None) -> None:
         self.config = config
         self.pairs = config.takes_pairs()
         unlimited = config.data.model_copy(update={"max_prompt_tokens": 2**62})  # the reader drops, so that it can count
@@ -283,7 +301,7 @@ class HeldOut:
     note: str = ""
 
 
-def held_out(config: PreferenceConfig, renderer: Renderer) -> dict[str, HeldOut]:
+def held_out(config: PreferenceRows, renderer: Renderer) -> dict[str, HeldOut]:
     """The held-out sets by name; a set without a usable row is refused."""
     return {
         name: _held_out(config, Reader(f"held_out.{name}", each, renderer, no_columns))
@@ -291,7 +309,7 @@ def held_out(config: PreferenceConfig, renderer: Renderer) -> dict[str, HeldOut]
     }
 
 
-def _held_out(config: PreferenceConfig, own: Reader) -> HeldOut:
+def _held_out(config: PreferenceRows, own: Reader) -> HeldOut:
     reader, found, first, count = PreferenceReader(config), HeldOut([]), "", 0
     for number, row in enumerate(read(own.name, own.config, seed=0)):
         try:

@@ -11,12 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from drumroll.algorithms.losses import Loss, Tokens, ValueLoss, ValueTokens
-from drumroll.batch import Batch
+from drumroll.algorithms.losses import AnyLoss, RewardLoss, Scores, Tokens, ValueLoss, ValueTokens
+from drumroll.batch import Batch, Tree
 from drumroll.config.roles import TeacherRole
 from drumroll.models.distillation import Comparison, Target, TeacherHeads, TeacherPass
 from drumroll.models.head import LogProbModel
 from drumroll.models.loading import LoadedModel
+from drumroll.models.score import ScoreModel, score_model
 from drumroll.models.value import value_model
 from drumroll.processes.accelerator import send
 
@@ -32,6 +33,12 @@ class Settings:
     teaching: TeacherPass | Comparison | None = None
     """What else the head computes: the rows of a teacher, or the divergence of a student from them."""
     teachers: TeacherRole = NOBODY
+    own_state: bool = False
+    """The head reads the state of a trained token, not of the token before it."""
+
+    def nodes(self, micro: Batch, tree: Tree) -> Tensor:
+        """[trained tokens] the nodes of a micro-batch's tree whose states the head reads."""
+        return tree.node_of[micro.mask.nonzero()[:, 0] - (0 if self.own_state else 1)]
 
     def asked(self, micro: Batch, device: torch.device) -> TeacherPass | Target | None:
         """The same for a micro-batch; without a trained token, for a token of no weight."""
@@ -63,7 +70,7 @@ class Head(Protocol):
         """
         ...
 
-    def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
+    def settings(self, loss: AnyLoss, temperature: float) -> Settings:
         """The forward pass that a loss needs."""
         ...
 
@@ -77,7 +84,7 @@ class Head(Protocol):
         ...
 
     def loss(
-        self, loss: Loss | ValueLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool
+        self, loss: AnyLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """[trained tokens] the loss, and diagnostics. `moved`: the weights changed since the update began."""
         ...
@@ -98,8 +105,8 @@ class LogProbHead:
     def scorer(self, model: LoadedModel) -> nn.Module:
         return LogProbModel(model.module, model.parallel)
 
-    def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
-        assert not isinstance(loss, ValueLoss)
+    def settings(self, loss: AnyLoss, temperature: float) -> Settings:
+        assert not isinstance(loss, ValueLoss | RewardLoss)
         divergence, compared = getattr(loss, "divergence", None), None
         if divergence is not None and divergence.over != "sampled":
             compared = Comparison(divergence, self.heads, alone=getattr(loss, "divergence_alone", False))
@@ -113,9 +120,9 @@ class LogProbHead:
         return 0 if self.gives is None else self.gives.width
 
     def loss(
-        self, loss: Loss | ValueLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool
+        self, loss: AnyLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        assert not isinstance(loss, ValueLoss)
+        assert not isinstance(loss, ValueLoss | RewardLoss)
         logprobs, entropy, *divergence = numbers
         device, units = logprobs.device, None if micro.unit_of is None else micro.unit_of_token()
         old, advantages = trained(micro, micro.old, device), trained(micro, micro.advantages, device)
@@ -166,7 +173,7 @@ class ValueHead:
     def scorer(self, model: LoadedModel) -> nn.Module:
         return model.module
 
-    def settings(self, loss: Loss | ValueLoss, temperature: float) -> Settings:
+    def settings(self, loss: AnyLoss, temperature: float) -> Settings:
         return Settings()
 
     def inference(self, temperature: float) -> Settings:
@@ -177,7 +184,7 @@ class ValueHead:
         return 0
 
     def loss(
-        self, loss: Loss | ValueLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool
+        self, loss: AnyLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         assert isinstance(loss, ValueLoss)
         (values,) = numbers
@@ -185,6 +192,42 @@ class ValueHead:
         assert old is not None
         assert returns is not None
         return loss(ValueTokens(values.float(), old, returns))
+
+
+@dataclass(frozen=True)
+class ScoreHead:
+    """A reward model's score of a sequence: the only trained token of a sequence is its last."""
+
+    name: str
+    """Of the model that it starts from."""
+    area: str = "train"
+
+    def attach(self, model: LoadedModel) -> LoadedModel:
+        return score_model(model, self.name)
+
+    def scorer(self, model: LoadedModel) -> nn.Module:
+        return ScoreModel(model.module)
+
+    def settings(self, loss: AnyLoss, temperature: float) -> Settings:
+        return Settings(own_state=True)
+
+    def inference(self, temperature: float) -> Settings:
+        return Settings(own_state=True)
+
+    @property
+    def width(self) -> int:
+        return 0
+
+    def loss(
+        self, loss: AnyLoss, numbers: tuple[Tensor, ...], micro: Batch, *, moved: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        assert isinstance(loss, RewardLoss)
+        (scores,) = numbers
+        unit, units = micro.unit_of_token()
+        sample = micro.sample_of_token()[micro.mask]
+        margins = None if micro.margins is None else send(micro.margins[sample], scores.device)
+        chosen = send(micro.rewards[sample] > 0, scores.device)
+        return loss(Scores(scores, chosen, send(unit[micro.mask], scores.device), units, margins))
 
 
 def trained(micro: Batch, column: Tensor | None, device: torch.device) -> Tensor | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drumroll.algorithms.losses import Loss, ValueLoss
+from drumroll.algorithms.losses import AnyLoss
 from drumroll.batch import Batch
 from drumroll.config.optim import OptimConfig
 from drumroll.errors import AlgorithmError
@@ -36,7 +36,7 @@ class Update:
     """The work of one update: the batch, the loss on its tokens, and the share of each token in it."""
 
     batch: Batch
-    loss: Loss | ValueLoss
+    loss: AnyLoss
     aggregate: Aggregation
     temperature: float = 1.0
     idle: bool = False  # count the update without training: the critic comes first

@@ -74,7 +74,7 @@ def load_empty(name: str, *, dtype: str, seed: int = 0, recompute_activations: b
         source = BlocksInMemory(dict(as_in_files(whole.module.state_dict().items(), whole.files or {})))
         generation = whole.module.generation_config
     else:
-        folder = _downloaded(str(tiny.SHIPPED.get(name, name)))
+        folder = downloaded(str(tiny.SHIPPED.get(name, name)))
         config = _pretrained(str(folder), AutoConfig.from_pretrained)
         tokenizer, source = _pretrained(str(folder), AutoTokenizer.from_pretrained), BlocksInFiles(folder)
         generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
@@ -100,7 +100,7 @@ def load_empty(name: str, *, dtype: str, seed: int = 0, recompute_activations: b
     return LoadedModel(module, tokenizer, _eos(module.generation_config, tokenizer), files=files), source
 
 
-def _downloaded(name: str) -> Path:
+def downloaded(name: str) -> Path:
     """The directory of a model, downloaded if it is a hub id."""
     from huggingface_hub import snapshot_download
 

@@ -101,11 +101,11 @@ class Layout:
 
     def replicas(self, role: str) -> list[tuple[Device, ...]]:
         """Return the role's devices, split into replicas."""
-        devices, size = self.devices[role], self.replica[role]
+        devices, size = self.devices.get(role, ()), self.replica.get(role, 1)
         return [devices[i : i + size] for i in range(0, len(devices), size)]
 
     def workers(self, role: str) -> list[DeviceSet]:
-        """The devices of each worker process of a role, in rank order."""
+        """The devices of each worker process of a role, in rank order; none of a role that does not run."""
         return [(device,) for device in self.devices[role]] if role in self.meshes else self.replicas(role)
 
     def sharing(self, one: str, other: str) -> Sharing:

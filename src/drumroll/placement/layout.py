@@ -22,10 +22,9 @@ from drumroll.placement.devices import DeviceRequest, Kind, Layout, Pool, common
 def requests(config: RunConfig, needs: Collection[str]) -> list[DeviceRequest]:
     """What each role of the run asks of the pool, given what the algorithm needs."""
     roles = config.roles
-    asked = [
-        _learner(config, "actor"),
-        DeviceRequest("rollout", roles.rollout.devices, {str(k): v for k, v in roles.rollout.parallel.items()}),
-    ]
+    asked = [_learner(config, "actor")]
+    if not config.trains_scores():
+        asked.append(DeviceRequest("rollout", roles.rollout.devices, {str(k): v for k, v in roles.rollout.parallel.items()}))
     if REFERENCE in needs and not adapters_off(config):
         asked.append(_learner(config, "reference"))
     if TEACHER in needs:

@@ -70,7 +70,7 @@ class Training:
     adapters: int = 0
     """Parameters of LoRA adapters; if there are some, the rest is frozen."""
     values: bool = False
-    """A value head in place of the language-model head."""
+    """A head of one number, a value or a score, in place of the language-model head."""
     recompute: bool = False
     reshard: bool = True
     accumulate: Literal["sharded", "local"] = "sharded"

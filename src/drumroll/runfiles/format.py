@@ -19,7 +19,7 @@ FORMAT = 1
 """The version of the format that this library writes, and the newest that it reads."""
 FORMAT_FILE, OBJECTS = "format.json", "objects.json"
 CONFIG, METRICS, SUMMARY, LEDGER, REPORT = "config.yaml", "metrics.jsonl", "summary.json", "ledger.sqlite", "report.html"
-HINTS, TRACKERS = "hints.json", "trackers.json"
+HINTS, TRACKERS, CALIBRATION = "hints.json", "trackers.json", "calibration.json"
 ROLLOUTS, CHECKPOINTS, MODEL, RESCORED = "rollouts", "checkpoints", "model", "rescored"
 OUTCOME = "outcome.json"
 """How a process that trained in the run ended, if it did not finish: its `state` (interrupted, failed) and `error`."""

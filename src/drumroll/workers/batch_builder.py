@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drumroll.algorithms import Algorithm
-from drumroll.algorithms.losses import Loss
+from drumroll.algorithms.losses import AnyLoss, Loss
 from drumroll.batch import Batch, join, pack
 from drumroll.learners import Aggregation, Statistics, Update
 from drumroll.learners.heads import LogProbHead
@@ -58,7 +58,7 @@ class BatchBuilder:
         batch = batch if demonstrations is None else join(batch, demonstrations)
         return Update(batch, self.algorithm.loss, self.algorithm.aggregate, temperature, idle)
 
-    def work(self, batch: Batch, loss: Loss, aggregate: Aggregation, temperature: float = 1.0) -> Update:
+    def work(self, batch: Batch, loss: AnyLoss, aggregate: Aggregation, temperature: float = 1.0) -> Update:
         """An update by a loss of a pipeline's own."""
         return Update(batch, loss, aggregate, temperature)
 
@@ -69,6 +69,10 @@ class BatchBuilder:
         per_token, columns = LogProbHead().loss(loss, (now, torch.zeros_like(now)), batch, moved=False)
         found = {name: float(column.mean()) for name, column in columns.items() if len(column)}
         return {"loss": float((per_token * aggregate(batch)[batch.mask]).sum()), **found}
+
+    def numbers(self, batch: Batch, *parts: Tensor) -> list[float]:
+        """The numbers of all trained tokens, in order, that data-parallel ranks have computed."""
+        return batch.gather(parts)[batch.mask].tolist()
 
     def divergence(self, batch: Batch) -> float:
         """The mean over samples of the log-probability under the policy over that under the reference."""

@@ -124,6 +124,8 @@ async def _together(*calls: Coroutine[Any, Any, R]) -> list[R]:
     After a failure the other calls get `GRACE` seconds to end, and none after a lost worker.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
+    if not tasks:
+        return []
     try:
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if pending and not any(isinstance(task.exception(), WorkerLost) for task in done):

@@ -58,7 +58,8 @@ class LocalWorkers(Workers):
         self._shared = rollout.max_staleness == 0 and config.engine_traits().shares_weights
         self._recompute, self._lora = rollout.kv_at_switch == "recompute", config.roles.actor.lora
         engines: list[Engine] = [
-            make_engine(config, lambda: model if self._shared else _copy(model)) for _ in range(config.roles.rollout.workers)
+            make_engine(config, lambda: model if self._shared else _copy(model))
+            for _ in range(0 if config.trains_scores() else config.roles.rollout.workers)
         ]
         self.rollout = LocalGroup(Role.ROLLOUT, engines)
         self.router = Router(rollout.engine_timeout)

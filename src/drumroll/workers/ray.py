@@ -145,7 +145,7 @@ class RayWorkers(Workers):
         return group
 
     def _mesh(self, role: Role) -> Mesh:
-        return self.layout.meshes.get(role) or Mesh(data=len(self.layout.workers(role)))
+        return self.layout.meshes.get(role) or Mesh(data=max(1, len(self.layout.workers(role))))
 
     def _factories(self, role: Role, make: Callable[[RunConfig, Assignment], W]) -> list[Callable[[], W]]:
         """What makes each worker of a role, in rank order."""
@@ -227,8 +227,9 @@ class RayWorkers(Workers):
 
     @override
     async def publish(self, version: Version) -> None:
-        async with self._device_lock:
-            await self._send()
+        if self.rollout.size:
+            async with self._device_lock:
+                await self._send()
 
     async def _renew(self) -> None:
         """Bring the weights to an engine that has come back; its new process is not connected yet."""

@@ -14,7 +14,7 @@ from drumroll.engines.native import NativeEngine
 from drumroll.learners import Learner
 from drumroll.learners.backend import LearnerSpec
 from drumroll.learners.backends import find_backend as find_learner_backend
-from drumroll.learners.heads import LogProbHead, ValueHead
+from drumroll.learners.heads import LogProbHead, ScoreHead, ValueHead
 from drumroll.learners.ranks import ALONE, Ranks
 from drumroll.models.loading import LoadedModel, load
 from drumroll.models.lora import add_adapters
@@ -41,6 +41,8 @@ def open_learner(config: RunConfig, role: LearnerRole, ranks: Ranks = ALONE, kin
         "teacher": partial(teacher_head, config),
         "actor": partial(student_head, config, device),
     }
+    if config.trains_scores():
+        heads["actor"] = partial(ScoreHead, config.role_model("actor"))
     head = heads.get(role, LogProbHead)()
     spec = LearnerSpec(
         teachers[0] if teachers else config.role_model(role),

@@ -24,6 +24,7 @@ from drumroll.learners.ranks import Ranks
 from drumroll.models.blocks import BlockSource, Files, local_tensor, materialise, replace_parameters
 from drumroll.models.loading import DTYPES, LoadedModel, load_empty
 from drumroll.models.lora import BASE, add_adapters, first_adapter, is_adapter
+from drumroll.models.score import SCORE, first_score
 from drumroll.models.tensor_parallel import TensorParallel, check_heads, divide
 from drumroll.models.value import BODY, ValueModel
 from drumroll.models.witness import decoder_layers
@@ -182,6 +183,8 @@ def fill_block(block: Piece, own: str, source: BlockSource, module: nn.Module, d
         found = first_adapter(block.name, block.shape)[tuple(map(slice, block.offsets, _ends(block)))]
     elif isinstance(module, ValueModel) and not block.name.startswith(f"{BODY}."):
         found = torch.zeros(block.tensor.shape)
+    elif block.name == SCORE:
+        found = first_score(module, block.shape)[tuple(map(slice, block.offsets, _ends(block)))]
     else:
         raise ModelError(f"model: the files of {model} hold no tensor {own}; load it with transformers, and save it anew.")
     block.tensor.copy_(found)

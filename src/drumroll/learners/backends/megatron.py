@@ -24,7 +24,7 @@ from drumroll.errors import ConfigError, Interrupted, MissingExtra
 from drumroll.learners.backend import BACKENDS, Count, LearnerSpec, LossFunction, Numbers
 from drumroll.learners.checkpoint import Snapshot
 from drumroll.learners.checkpoint import load as load_checkpoint
-from drumroll.learners.heads import Settings, ValueHead
+from drumroll.learners.heads import ScoreHead, Settings, ValueHead
 from drumroll.learners.megatron.names import Names, check_config, check_mesh
 from drumroll.learners.pieces import Piece, cut
 from drumroll.learners.statistics import Statistics
@@ -33,7 +33,11 @@ from drumroll.models.distillation import Target, TeacherPass
 from drumroll.models.export import export_model
 from drumroll.models.loading import DTYPES, LoadedModel, load_empty
 from drumroll.models.prefix_tree import PrefixTree
+from drumroll.models.score import SCORE, first_score
 from drumroll.processes import accelerator
+
+HEADS = {"value": ValueHead, "score": ScoreHead}
+"""Heads of one number, by what `Names` calls them."""
 
 
 @BACKENDS.register("megatron")
@@ -60,9 +64,11 @@ def open_backend(spec: LearnerSpec) -> MegatronBackend:
     config = source_model.module.config
     check_config(config)
     check_mesh(config, spec.ranks.mesh, sequence=spec.parallel.sequence)
-    names = Names(config, value=isinstance(spec.head, ValueHead), tensor=spec.ranks.mesh.tensor)
+    kind = next((kind for kind, head in HEADS.items() if isinstance(spec.head, head)), "vocabulary")
+    names = Names(config, kind=kind, tensor=spec.ranks.mesh.tensor)
     names.check_files(source.names(), spec.name)
     groups.join(spec.ranks, spec.device)
+    source_model = spec.head.attach(source_model) if kind == "score" else source_model
     return MegatronBackend(spec, source_model, source, names)
 
 
@@ -118,11 +124,13 @@ class MegatronBackend:
 
     @torch.no_grad()
     def _fill(self, source: BlockSource) -> None:
-        """Read this rank's block of every tensor; a value head starts at 0."""
+        """Read this rank's block of every tensor; a value head starts at 0, a new score head by the seed."""
         for piece in self._working():
-            if not piece.name.startswith("head."):
-                name = self.names.file_name(piece.name)
+            name = self.names.file_name(piece.name)
+            if name in source:
                 piece.tensor.copy_(source.block(name, piece.shape, piece.offsets, tuple(piece.tensor.shape)))
+            elif name == SCORE:
+                piece.tensor.copy_(first_score(self.source_model.module, piece.shape))
 
     def _first(self, parameter: str) -> bool:
         """Whether no rank before this one along `tensor` and `pipeline` holds the same elements of a parameter."""
@@ -191,7 +199,7 @@ class MegatronBackend:
         if micro.mask.any():
             tree = micro.tree()
             tokens, paths, chosen = tree.tokens, tree.paths, micro.tokens[micro.mask]
-            before = tree.node_of[micro.mask.nonzero()[:, 0] - 1]
+            before = settings.nodes(micro, tree)
         if more := -len(tokens) % self.multiple:  # a sequence that nobody reads
             paths = [*paths, Path(torch.arange(len(tokens), len(tokens) + more))]
             tokens = torch.cat([tokens, tokens.new_zeros(more)])
@@ -234,7 +242,7 @@ class MegatronBackend:
     def _from_last_stage(self, micro_batches: Sequence[Batch], found: list[Numbers], width: int) -> list[Numbers]:
         """The numbers of all micro-batches on every stage; of a teacher's pass, rows of a width."""
         sizes = [max(1, int(micro.mask.sum())) for micro in micro_batches]
-        columns = width or (1 if self.names.value else 2)
+        columns = width or (2 if self.names.kind == "vocabulary" else 1)
         if self.ranks.mesh.pipeline > 1:
             every = torch.zeros(columns, sum(sizes), device=self.device)
             if found:

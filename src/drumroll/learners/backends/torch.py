@@ -47,7 +47,7 @@ from drumroll.processes import accelerator
 
 @BACKENDS.register("torch")
 def open_backend(spec: LearnerSpec) -> TorchBackend:
-    """Load the model of a role, with its adapters or value head."""
+    """Load the model of a role, with its adapters, value head or score head."""
     if spec.ranks.divided:
         model, scorer, division = open_divided(spec)
         return TorchBackend(model, spec.head, spec.optim, spec.ranks, Divided(scorer, division, spec.parallel))
@@ -154,7 +154,7 @@ class TorchBackend:
             tree = Tree(one, one, [Path(one)])
         else:
             tree, chosen = micro.tree(), micro.tokens[micro.mask]
-            before = tree.node_of[micro.mask.nonzero()[:, 0] - 1]
+            before = settings.nodes(micro, tree)
         if self.ranks.mesh.context == 1:
             tokens, layout = tree.tokens, PrefixTree(tree.paths, self.device)
         else:

@@ -84,7 +84,7 @@ class PackedModel(_Model):
         if self.config.sequence_parallel:  # every rank computes all of the loss, so gradients are split, not summed
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
         hidden = states[:, 0].index_select(0, before)
-        if self.names.value:
+        if self.names.kind != "vocabulary":
             return (self.value_head(hidden)[:, 0].float(),)
         how = {"entropy_gradient": settings.entropy_gradient, "asked": asked}
         return VocabularyHead(self)(hidden, chosen, settings.temperature, **how)
@@ -131,9 +131,9 @@ def build(spec: LearnerSpec, config: Any, names: Names, frequencies: Tensor) -> 
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
-    if names.value and model.post_process:
+    if names.kind != "vocabulary" and model.post_process:
         del model.output_layer
-        model.value_head = nn.Linear(names.width, 1, dtype=made.params_dtype)
+        model.value_head = nn.Linear(names.width, 1, bias=names.kind == "value", dtype=made.params_dtype)
     model.names = names
     model.to(torch.cuda.current_device())
     model.frequencies = frequencies.to(torch.cuda.current_device())

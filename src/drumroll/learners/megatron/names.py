@@ -14,6 +14,7 @@ from typing import Any
 
 from drumroll.errors import ConfigError, ModelError
 from drumroll.learners.pieces import Block
+from drumroll.models.score import SCORE
 from drumroll.models.value import BODY
 
 Shape = tuple[int, ...]
@@ -60,18 +61,18 @@ class Place:
 
 
 class Names:
-    """The map of one model."""
+    """The map of one model, whose head is the `vocabulary`, a `value` or a `score`."""
 
-    def __init__(self, config: Any, *, value: bool, tensor: int) -> None:
+    def __init__(self, config: Any, *, kind: str = "vocabulary", tensor: int) -> None:
         check_config(config)
-        self.config, self.value, self.family = config, value, FAMILIES[config.model_type]
+        self.config, self.kind, self.family = config, kind, FAMILIES[config.model_type]
         self.width: int = config.hidden_size
         self.head: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads: int = config.num_attention_heads
         self.groups: int = config.num_key_value_heads
         self.experts: int = experts_of(config) if self.family.experts else 0
         self.vocabulary: int = -(-config.vocab_size // tensor) * tensor  # rows of the embedding with those that only pad
-        self.tied = bool(config.tie_word_embeddings) and not value
+        self.tied = bool(config.tie_word_embeddings) and kind == "vocabulary"
         self.shapes = self._shapes()
         self.rules = self._rules()
 
@@ -103,25 +104,27 @@ class Names:
 
     def _shapes(self) -> dict[str, Shape]:
         """All tensors, whole, in the order of the files."""
-        body = f"{BODY}." if self.value else "model."
+        body = f"{BODY}." if self.kind == "value" else "model."
         vocabulary = (self.config.vocab_size, self.width)
         found: dict[str, Shape] = {f"{body}embed_tokens.weight": vocabulary}
         for layer in range(self.config.num_hidden_layers):
             found |= {f"{body}layers.{layer}.{name}": shape for name, shape in self._layer().items()}
         found[f"{body}norm.weight"] = (self.width,)
-        if self.value:
-            return found | {"head.weight": (1, self.width), "head.bias": (1,)}
+        if self.kind != "vocabulary":
+            return found | (
+                {SCORE: (1, self.width)} if self.kind == "score" else {"head.weight": (1, self.width), "head.bias": (1,)}
+            )
         return found if self.tied else found | {"lm_head.weight": vocabulary}
 
     def _rules(self) -> dict[str, Rule]:
         """The rule of each parameter, with `{layer}` and `{expert}` in the place of numbers."""
-        body = f"{BODY}." if self.value else "model."
+        body = f"{BODY}." if self.kind == "value" else "model."
         embedding = f"{body}embed_tokens.weight"
         top = {
             "embedding.word_embeddings.weight": Rule("vocabulary", (embedding,)),
             "output_layer.weight": Rule("vocabulary", (embedding if self.tied else "lm_head.weight",)),
             "decoder.final_layernorm.weight": Rule("nothing", (f"{body}norm.weight",)),
-            "value_head.weight": Rule("nothing", ("head.weight",)),
+            "value_head.weight": Rule("nothing", (SCORE if self.kind == "score" else "head.weight",)),
             "value_head.bias": Rule("nothing", ("head.bias",)),
         }
         gate, up, down = self.family.projections
@@ -186,9 +189,9 @@ class Names:
 
     def check_files(self, found: Iterable[str], model: str) -> None:
         """Refuse files with a tensor that the map does not know, or without one that it needs."""
-        known = {self.file_name(name) for name in self.shapes if not name.startswith("head.")}
+        known = {self.file_name(name) for name in self.shapes if not name.startswith(("head.", SCORE))}
         found = set(found)
-        ignored = {"lm_head.weight"} if self.tied or self.value else set[str]()
+        ignored = {SCORE, *(["lm_head.weight"] if self.tied or self.kind != "vocabulary" else [])}
         for name in sorted(found - known - ignored):
             if not name.endswith("rotary_emb.inv_freq"):
                 raise ModelError(f"model: {model} has the tensor {name}, which backend: megatron does not know; use torch.")
