@@ -82,7 +82,7 @@ def demonstrations(split: str, seed: int, task: str, flawed: float, ramp: int = 
 def preferences(split: str, seed: int, task: str, wrong: float = 0.0, slips: float = 0.0, **args: Any) -> Iterator[Row]:
     """Pairs of the right answer and the flawed teacher's, which is chosen in a share `wrong` of them.
 
-    In a share `slips` the wrong answer is the right one with a slip: a character too many or too few, another, or two swapped.
+    In a share `slips` the wrong answer is a near miss of the right one.
     """
     if task not in TASKS:
         raise DataError(f"there is no task '{task}'; choose one of {', '.join(TASKS)}.{did_you_mean(task, TASKS)}")
@@ -94,13 +94,15 @@ def preferences(split: str, seed: int, task: str, wrong: float = 0.0, slips: flo
 
 
 def _slip(text: str, rng: random.Random) -> str:
-    """A text one edit away: a character too many, another, one too few, or two in the other order."""
-    kinds = "0123456789" if text.isdigit() else "abcdefgh"
+    """A number at most 3 off; of other texts one edit away: a character too many, another, one too few, or two swapped."""
     while True:
-        at, other = rng.randrange(len(text)), rng.choice(kinds)
-        edits = (other + text[at], other, "", text[at : at + 2][::-1])
-        edit = rng.randrange(len(edits))
-        made = text[:at] + edits[edit] + text[at + (2 if edit == 3 else 1) :]
+        at, letter = rng.randrange(len(text)), rng.choice("abcdefgh")
+        if text.isdigit():
+            made = str(abs(int(text) + rng.randint(-3, 3)))
+        else:
+            edits = ((letter + text[at], 1), (letter, 1), ("", 1), (text[at : at + 2][::-1], 2))
+            edit, length = rng.choice(edits)
+            made = text[:at] + edit + text[at + length :]
         if made not in ("", text):
             return made
 
