@@ -22,6 +22,7 @@ from drumroll.models.blocks import BlockSource
 from drumroll.models.export import export_model
 from drumroll.models.loading import DTYPES, LoadedModel, load, load_empty
 from drumroll.models.lora import BASE, add_adapters
+from drumroll.models.score import SCORE, score_model
 from drumroll.observe.model_card import base_model, write_card
 from drumroll.observe.runs import setting
 from drumroll.runfiles.durable import new_folder
@@ -86,6 +87,8 @@ def _write(run: RunReader, checkpoint: Path, folder: Path, dtype: str | None, *,
     name = base_model(settings)
     model, whole = _open(name, working, int(settings.get("seed") or 0), LoraConfig(**lora) if lora else None)
     shapes, weights = read_masters(checkpoint)
+    if SCORE in shapes:
+        model = score_model(model, name)
     if alone:
         given = {n: tensor if dtype is None else tensor.to(DTYPES[dtype]) for n, tensor in weights}
         model.module.save_pretrained(folder, state_dict=given)

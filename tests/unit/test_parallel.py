@@ -145,7 +145,7 @@ def meet(rank, layout, port):
 
 
 def open_learner(ranks, folder, role, dtype, recompute=False, backend="torch", **options):
-    """A learner whose new parameters (adapters, a value head) depend on their names only, and are nowhere zero."""
+    """A learner whose new parameters (adapters, a value or score head) depend on their names only, and are nowhere zero."""
     head, lora = ROLES[role]
     parallel = ParallelConfig(**{axis: getattr(ranks.mesh, axis) for axis in AXES}, **options)
     spec = LearnerSpec(folder, head, ranks, OPTIM, dtype, lora=lora, parallel=parallel, recompute_activations=recompute)
@@ -155,7 +155,7 @@ def open_learner(ranks, folder, role, dtype, recompute=False, backend="torch", *
     if dtype == "float64":
         exact(SimpleNamespace(module=backend.scorer))
     for piece in pieces(backend):
-        if "lora_" in piece.name or piece.name.startswith("head."):
+        if "lora_" in piece.name or piece.name.startswith(("head.", "score.")):
             whole = torch.randn(piece.shape, generator=torch.Generator().manual_seed(zlib.crc32(piece.name.encode()))) * 0.1
             piece.tensor.copy_(whole[where(piece)])
     if hasattr(backend, "_refresh_working"):

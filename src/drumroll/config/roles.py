@@ -261,7 +261,7 @@ class RewardModelRole(Section):
     """A sequence classifier that rewards may ask (the argument `reward_model` of a reward function)."""
 
     model: str
-    """A Hugging Face directory or hub id that AutoModelForSequenceClassification can load, with its tokenizer."""
+    """A Hugging Face directory or hub id that AutoModelForSequenceClassification can load, with its tokenizer; or a run of `pipeline: reward_model` (`runs/NAME`)."""
     devices: Devices = None
     """On ray a range, a count, or a role to share with; on local `cpu`, or an accelerator such as `cuda` or `cuda:1`. Default: the actor's."""
     dtype: Dtype = "float32"

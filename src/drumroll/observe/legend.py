@@ -19,6 +19,13 @@ LEGEND = (
         "The objective that is minimised. Where the ratio of every token is 1 (one update per batch), a policy loss is minus the mean "
         "advantage, so a value near 0 is normal and says nothing about learning: look at the reward.",
     ),
+    (r"(train|eval/.+)/accuracy", "Share of pairs whose chosen answer is preferred by the model."),
+    (r"(train|eval/.+)/margin", "Mean reward, or score, of chosen less rejected answers."),
+    (r"(train|eval/.+)/score_(chosen|rejected)", "Mean score that the reward model gives."),
+    (
+        r"eval/.+/calibration_error",
+        "Expected calibration error: how far the probability of a preference is from its frequency.",
+    ),
     (r"critic/loss", "Squared error of the critic's values."),
     (r"(train|critic)/tokens", "Tokens that were trained on; groups without signal are left out where that is exact."),
     (r"(train|critic)/grad_norm", "Norm of the gradient before clipping."),

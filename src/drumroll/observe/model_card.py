@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,14 @@ from drumroll.runfiles.format import read_format
 from drumroll.runfiles.reader import RunReader
 
 CARD = "README.md"
+SHOWN = re.compile(rf"{HELD_OUT.pattern}|eval/.+/accuracy")
+USE_SCORES = (
+    "\n## Use\n\nThe score of an answer is the only output for a prompt with the answer and its end token; higher is better, and the",
+    "probability that one answer is preferred to another is the sigmoid of the difference.\n\n```python",
+    "from transformers import AutoModelForSequenceClassification, AutoTokenizer\n",
+    'model = AutoModelForSequenceClassification.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```',
+    "\nA drumroll recipe uses it by `roles: {reward_model: {model: DIRECTORY}}` and `reward: reward_model`.",
+)
 
 
 def write_card(folder: Path, run: RunReader, step: int, *, adapter: bool = False) -> None:
@@ -29,16 +38,20 @@ def _lines(run: RunReader, step: int, adapter: bool) -> Iterator[str]:
     if base.count("/") == 1 and not Path(base).exists():  # a hub id
         yield f"base_model: {json.dumps(base)}"
     yield f"library_name: {'peft' if adapter else 'transformers'}"
-    yield "pipeline_tag: text-generation"
+    scores = pipeline == "reward_model"
+    yield f"pipeline_tag: {'text-classification' if scores else 'text-generation'}"
     yield f"tags: {json.dumps(tags)}"
     yield "---"
     yield f"# {name}, step {step}"
-    what = "LoRA adapters for" if adapter else "A language model, trained from"
+    what = "LoRA adapters for" if adapter else f"A {'reward' if scores else 'language'} model, trained from"
     yield f"\n{what} `{base}`: run `{name}`, step {step} of {settings.get('steps', '?')}, {_which(run, step)}."
     yield f"Trained with drumroll {read_format(run.path).library}."
     yield "\n| | |\n|---|---|"
     yield from (f"| {label} | {_cell(value)} |" for label, value in _facts(settings).items() if value)
     yield from _scores(run, step)
+    if scores:
+        yield from USE_SCORES
+        return
     yield "\n## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
     needs = "  # with the package peft, and the base model at its place" if adapter else ""
     yield f'model = AutoModelForCausalLM.from_pretrained("."){needs}\ntokenizer = AutoTokenizer.from_pretrained(".")\n```'
@@ -74,7 +87,7 @@ def _scores(run: RunReader, step: int) -> Iterator[str]:
     """The held-out scores before training and at the step."""
     found: dict[float, dict[str, float]] = {}
     for line in run.metrics:
-        found.setdefault(line["step"], {}).update({n: v for n, v in line.items() if HELD_OUT.fullmatch(n)})
+        found.setdefault(line["step"], {}).update({n: v for n, v in line.items() if SHOWN.fullmatch(n)})
     now, before = found.get(step, {}), found.get(0, {})
     yield "\n## Held-out scores\n"
     if not now:

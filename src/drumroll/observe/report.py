@@ -19,6 +19,7 @@ from markupsafe import Markup, escape
 
 from drumroll.observe.failures import FailureCause, by_cause
 from drumroll.observe.legend import meaning
+from drumroll.observe.reliability import reliability, x_of, y_of
 from drumroll.observe.runs import model_text, setting
 from drumroll.observe.samples import CONTROLS, RECORDED, Row, gold_text, rewards_text, with_dialogues
 from drumroll.runfiles.durable import write_text
@@ -96,6 +97,8 @@ def write_report(run: RunReader) -> Path:
         stride=_stride(rows),
         legend=_legend(columns),
         hints=run.hints,
+        reliability=reliability(run),
+        place={"x": x_of, "y": y_of},
         failures=_failures(run),
         samples=[_shown(row) for row in with_dialogues(run, list(_samples(run)))],
         data={"steps": [row["step"] for row in drawn], "columns": columns, "broken": broken, "charts": charts},

@@ -11,7 +11,6 @@ import torch
 
 from drumroll import stages
 from drumroll.algorithms.aggregations import unit_mean
-from drumroll.algorithms.calibration import Calibration
 from drumroll.algorithms.losses import RewardLoss, Scores
 from drumroll.batch import Batch
 from drumroll.config import RewardModelConfig
@@ -20,7 +19,7 @@ from drumroll.data.preferences import HeldOut, Preferences, held_out, packed
 from drumroll.data.render import Renderer
 from drumroll.learners import Learner, Metrics
 from drumroll.pipelines import Pipeline
-from drumroll.runfiles.calibration import write_calibration
+from drumroll.runfiles.calibration import Calibration, write_calibration
 from drumroll.sample import Group, Owner, Trace
 from drumroll.session import Session
 from drumroll.workers.batch_builder import BatchBuilder
@@ -57,7 +56,7 @@ class Measurement:
             per_answer, stats = self.loss(scores)
             metrics[f"eval/{name}/loss"] = float(per_answer.mean())
             metrics |= {f"eval/{name}/{key}": float(column.mean()) for key, column in stats.items()}
-            found[name] = Calibration.of(stats["margin"])
+            found[name] = Calibration.of(stats["margin"].tolist())
             metrics[f"eval/{name}/calibration_error"] = found[name].error
             metrics |= by_domain(f"eval/{name}", [group.prompt.domain for group in each.groups], stats["accuracy"])
         write_calibration(self.session.run.path, self.session.step, found)
@@ -98,7 +97,8 @@ async def train(session: Session, config: RewardModelConfig, parts: Parts) -> No
             batch = workers.batch_builder.put(scored(groups))
             work = await workers.batch_builder.keep(0, BatchBuilder.work, batch, loss, unit_mean)
             metrics = await stages.train(workers, workers.actor, work)
-        await session.commit(metrics | rows.metrics())
+        read = sum(len(sample.traces[0].tokens) for group in groups for sample in group.samples)
+        await session.commit(metrics | rows.metrics() | {"train/tokens": float(read)})
     await session.finish()
 
 
