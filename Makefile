@@ -7,7 +7,7 @@ PEERS  := trl ifeval gem openenv inspect lm-eval trackio
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help quickstart test test-busy test-slow test-peers record-peers soak check format smollm2 tiny tiny-even tiny-moe multi-domain \
-	frozen-lake sokoban webshop long-context multi-domain-smollm2 frozen-lake-smollm2 sokoban-smollm2 webshop-smollm2 bench bench-env \
+	frozen-lake sokoban webshop long-context chain multi-domain-smollm2 frozen-lake-smollm2 sokoban-smollm2 webshop-smollm2 bench bench-env \
 	peers vllm system clean
 .DEFAULT_GOAL := help
 
@@ -73,6 +73,11 @@ long-context: $(VENV)/installed-dev ## a tiny model learns look-ups in texts of 
 	$(BIN)/python recipes/long-context/lookups.py runs/long-context-random
 	$(BIN)/drumroll train recipes/long-context/warm-start.yaml seed=$(SEED) --overwrite
 	$(BIN)/drumroll train recipes/long-context/recipe.yaml seed=$(SEED) --overwrite
+
+chain: $(VENV)/installed ## the whole way: SFT, a reward model, PPO by it, distillation into a smaller model
+	for stage in sft reward-model rlhf student student-sft; do \
+		$(BIN)/drumroll train recipes/chain/$$stage.yaml seed=$(SEED) --overwrite || exit 1; done
+	$(BIN)/drumroll runs runs/chain
 
 multi-domain-smollm2: smollm2 system ## five domains at once for SmolLM2: teach its judge, then train
 	$(BIN)/drumroll train recipes/multi-domain/judge-smollm2.yaml seed=$(SEED) --overwrite

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from drumroll.data.problems import TASKS, demonstrations
+from drumroll.data.problems import TASKS, demonstrations, preferences
 from drumroll.errors import DataError
 from drumroll.models.tiny import ALPHABET
 
@@ -29,6 +29,17 @@ def test_the_tiny_model_knows_every_character(task):
 def test_rows_can_be_stored_and_repeat_by_seed(task):
     assert json.loads(json.dumps(some(task))) == some(task)
     assert some(task) != list(itertools.islice(TASKS[task]("train", 1), 400))
+
+
+@pytest.mark.parametrize("task", ["sums", "reversal"])
+def test_slips_are_other_answers_near_the_right_one(task):
+    rows = list(itertools.islice(preferences("train", 0, task=task, slips=1.0), 400))
+    assert all(row["chosen"] == row["answer"] != row["rejected"] != "" for row in rows)
+    assert all(abs(len(row["rejected"]) - len(row["answer"])) <= 1 for row in rows)
+    plain = list(itertools.islice(preferences("train", 0, task=task), 400))
+    some_slips = list(itertools.islice(preferences("train", 0, task=task, slips=0.5), 400))
+    assert 120 < sum(a["rejected"] == b["rejected"] for a, b in zip(plain, some_slips, strict=True)) < 280
+    assert all(row["rejected"] == row["flawed"] for row in plain)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -30,9 +30,9 @@ def classifier(path, labels=1, seed=0):
     return str(path)
 
 
-def scores(role, pairs):
+def scores(role, pairs, **how):
     async def go():
-        model = RewardModel(role, LocalGroup(Role.REWARD_MODEL, [Classifier(role)]), tiny.tokenizer())
+        model = RewardModel(role, LocalGroup(Role.REWARD_MODEL, [Classifier(role)]), tiny.tokenizer(), **how)
         try:
             return await asyncio.gather(*(model(p, c) for p, c in pairs)), model.passes
         finally:
@@ -51,6 +51,7 @@ def test_batches_change_nothing(tmp_path):
     assert together == pytest.approx(alone, abs=1e-5)
     assert (passes, few) == (5, 2)
     assert alone[0] == alone[4] != alone[1]
+    assert scores(RewardModelRole(model=path, batch_size=3), PAIRS, alone=True) == (alone, 5)  # of deterministic runs
 
 
 def test_it_is_the_models_own_number(tmp_path):

@@ -122,7 +122,7 @@ class CriticRole(Section):
     """What a state is worth: a model with a value head; loaded only when the algorithm needs it."""
 
     model: str | None = None
-    """Model its body starts from. Default: the top-level `model`."""
+    """Model its body starts from: a language model, or a reward model, whose score head becomes its value head. Default: the top-level `model`."""
     backend: Annotated[str | None, AfterValidator(known_or_none)] = None
     """What trains it, as for the actor. Default: the actor's."""
     devices: Devices = None

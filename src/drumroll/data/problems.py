@@ -79,14 +79,32 @@ def demonstrations(split: str, seed: int, task: str, flawed: float, ramp: int = 
     return _teach(TASKS[task](split, seed, **args), random.Random(f"teacher/{task}/{seed}"), flawed, ramp)
 
 
-def preferences(split: str, seed: int, task: str, wrong: float = 0.0, **args: Any) -> Iterator[Row]:
-    """Pairs of the right answer and the flawed teacher's, which is chosen in a share `wrong` of them."""
+def preferences(split: str, seed: int, task: str, wrong: float = 0.0, slips: float = 0.0, **args: Any) -> Iterator[Row]:
+    """Pairs of the right answer and the flawed teacher's, which is chosen in a share `wrong` of them.
+
+    In a share `slips` the wrong answer is a near miss of the right one.
+    """
     if task not in TASKS:
         raise DataError(f"there is no task '{task}'; choose one of {', '.join(TASKS)}.{did_you_mean(task, TASKS)}")
     rng = random.Random(f"judge/{task}/{seed}")
     for row in TASKS[task](split, seed, **args):
-        first, second = (row["flawed"], row["answer"]) if rng.random() < wrong else (row["answer"], row["flawed"])
+        bad = _slip(row["answer"], rng) if slips and rng.random() < slips else row["flawed"]
+        first, second = (bad, row["answer"]) if rng.random() < wrong else (row["answer"], bad)
         yield {**row, "chosen": first, "rejected": second}
+
+
+def _slip(text: str, rng: random.Random) -> str:
+    """A number at most 3 off; of other texts one edit away: a character too many, another, one too few, or two swapped."""
+    while True:
+        at, letter = rng.randrange(len(text)), rng.choice("abcdefgh")
+        if text.isdigit():
+            made = str(abs(int(text) + rng.randint(-3, 3)))
+        else:
+            edits = ((letter + text[at], 1), (letter, 1), ("", 1), (text[at : at + 2][::-1], 2))
+            edit, length = rng.choice(edits)
+            made = text[:at] + edit + text[at + length :]
+        if made not in ("", text):
+            return made
 
 
 def _teach(rows: Iterator[Row], rng: random.Random, flawed: float, ramp: int) -> Iterator[Row]:

@@ -165,10 +165,12 @@ class LogProbHead:
 class ValueHead:
     """A critic's expected return before each token."""
 
+    name: str | None = None
+    """Of the model that it starts from."""
     area: str = "critic"
 
     def attach(self, model: LoadedModel) -> LoadedModel:
-        return value_model(model)
+        return value_model(model, self.name)
 
     def scorer(self, model: LoadedModel) -> nn.Module:
         return model.module

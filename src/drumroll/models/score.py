@@ -43,16 +43,14 @@ def score_model(model: LoadedModel, name: str) -> LoadedModel:
     """The same model with a score head in place of its language-model head: that of its files, or a new one."""
     body, tokenizer = model.module.base_model, copy.deepcopy(model.tokenizer)
     config = copy.deepcopy(model.module.config)
-    trained = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
-    if trained and config.num_labels != 1:
-        raise ModelError(f"model: {name} is a classifier with {config.num_labels} labels; a reward model has one.")
+    trained = is_reward_model(config, name)
     padding = find_padding(model)
     config.num_labels, config.problem_type, config.get_text_config().pad_token_id = 1, "regression", padding
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
     module = _classifier(config, body, name)
     module.score = nn.Linear(module.score.in_features, 1, bias=False, device=_first(body).device, dtype=_first(body).dtype)
     if not module.score.weight.is_meta:  # else whoever gives it memory reads its block
-        found = _saved(name, module.score.weight) if trained else first_score(module, tuple(module.score.weight.shape))
+        found = saved_score(name, module.score.weight) if trained else first_score(module, tuple(module.score.weight.shape))
         with torch.no_grad():
             module.score.weight.copy_(found)
     return dataclasses.replace(model, module=module.eval(), tokenizer=tokenizer)
@@ -91,8 +89,16 @@ def _classifier(config: Any, body: Any, name: str) -> Any:
     return module
 
 
-def _saved(name: str, weight: Tensor) -> Tensor:
-    """The head in a classifier's files."""
+def is_reward_model(config: Any, name: str) -> bool:
+    """Whether the files of a model hold a score head."""
+    trained = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
+    if trained and config.num_labels != 1:
+        raise ModelError(f"model: {name} is a classifier with {config.num_labels} labels; a reward model has one.")
+    return trained
+
+
+def saved_score(name: str, weight: Tensor) -> Tensor:
+    """The head in a reward model's files, for a weight of its shape."""
     source, shape = BlocksInFiles(downloaded(name)), tuple(weight.shape)
     if SCORE not in source:
         raise ModelError(f"model: {name} says that it is a sequence classifier, but its files hold no {SCORE}.")

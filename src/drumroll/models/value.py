@@ -1,4 +1,4 @@
-"""A value model: the body of a causal language model and a linear head."""
+"""A value model: the body of a causal language model, or of a reward model, and a linear head."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing_extensions import override
 from drumroll.models.file_names import renamed
 from drumroll.models.loading import LoadedModel
 from drumroll.models.prefix_tree import PrefixTree
+from drumroll.models.score import is_reward_model, saved_score
 
-BODY = "body"
-"""The name of the language model's body in a value model."""
+BODY, HEAD = "body", "head.weight"
+"""The names of the language model's body, and of the head's weight, in a value model."""
 
 
 class ValueModel(nn.Module):
-    """Token tree in, one number for each chosen token out: the value before it; 0 everywhere before training."""
+    """Token tree in, one number for each chosen token out: the value before it; 0 everywhere with a new head."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -36,7 +37,12 @@ class ValueModel(nn.Module):
         return (values.index_select(0, before),)
 
 
-def value_model(model: LoadedModel) -> LoadedModel:
-    """The same model with a value head in place of its language-model head."""
+def value_model(model: LoadedModel, name: str | None = None) -> LoadedModel:
+    """The same model with a value head in place of its language-model head; of a reward model of this name, its score head."""
     files = renamed(model.files, f"{model.module.base_model_prefix}.", f"{BODY}.")
-    return dataclasses.replace(model, module=ValueModel(model.module.base_model), files=files)
+    module = ValueModel(model.module.base_model)
+    weight = module.head.weight
+    if name is not None and not weight.is_meta and is_reward_model(model.module.config, name):
+        with torch.no_grad():
+            weight.copy_(saved_score(name, weight))
+    return dataclasses.replace(model, module=module, files=files)

@@ -62,10 +62,14 @@ class Classifier:
 
 
 class RewardModel:
-    """What a reward asks: puts together what waits, and gives it to the next free worker."""
+    """What a reward asks: puts together what waits, and gives it to the next free worker.
 
-    def __init__(self, role: RewardModelRole, group: Workers, tokenizer: Any) -> None:
+    `alone`: score every sample by itself, because who waits together depends on timing, and the last digits on who is padded.
+    """
+
+    def __init__(self, role: RewardModelRole, group: Workers, tokenizer: Any, *, alone: bool = False) -> None:
         self.role, self.group, self.renderer = role, group, Renderer(tokenizer)
+        self._most = 1 if alone else role.batch_size
         self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
         self._free = list(range(group.size))
         self._running: set[asyncio.Task[None]] = set()
@@ -90,7 +94,7 @@ class RewardModel:
     def _start(self) -> None:
         self._waiting = [each for each in self._waiting if not each[1].done()]
         while self._waiting and self._free:
-            batch, self._waiting = self._waiting[: self.role.batch_size], self._waiting[self.role.batch_size :]
+            batch, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
             task = asyncio.ensure_future(self._pass(self._free.pop(), batch))
             self._running.add(task)
             task.add_done_callback(self._running.discard)

@@ -91,7 +91,7 @@ class LocalWorkers(Workers):
             self.closing.append(self.judge.close)
         if model is not None:
             group = LocalGroup(Role.REWARD_MODEL, [make_reward_model(config)])
-            self.reward_model = RewardModel(model, group, load_tokenizer(model.model))
+            self.reward_model = RewardModel(model, group, load_tokenizer(model.model), alone=config.deterministic)
             self.closing.append(self.reward_model.close)
 
     @override

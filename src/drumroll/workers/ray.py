@@ -220,7 +220,7 @@ class RayWorkers(Workers):
             self.judge = open_judge(asked, run)
             self.closing.append(self.judge.close)
         if model is not None:
-            self.reward_model = RewardModel(model, self._classifiers, load_tokenizer(model.model))
+            self.reward_model = RewardModel(model, self._classifiers, load_tokenizer(model.model), alone=config.deterministic)
             self.closing.append(self.reward_model.close)
 
     # --- weights ---

@@ -37,7 +37,7 @@ def open_learner(config: RunConfig, role: LearnerRole, ranks: Ranks = ALONE, kin
     optim = {"actor": config.optim, "critic": config.roles.critic.optim}.get(role)
     device, teachers = local_device(config, section), config.roles.teacher.models() if role == "teacher" else []
     heads: dict[str, Callable[[], Any]] = {
-        "critic": ValueHead,
+        "critic": partial(ValueHead, config.role_model("critic")),
         "teacher": partial(teacher_head, config),
         "actor": partial(student_head, config, device),
     }

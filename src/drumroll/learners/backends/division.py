@@ -26,7 +26,7 @@ from drumroll.models.loading import DTYPES, LoadedModel, load_empty
 from drumroll.models.lora import BASE, add_adapters, first_adapter, is_adapter
 from drumroll.models.score import SCORE, first_score
 from drumroll.models.tensor_parallel import TensorParallel, check_heads, divide
-from drumroll.models.value import BODY, ValueModel
+from drumroll.models.value import BODY, HEAD, ValueModel
 from drumroll.models.witness import decoder_layers
 from drumroll.processes import accelerator
 
@@ -177,6 +177,8 @@ def _fill(module: nn.Module, files: Files, source: BlockSource, division: Divisi
 
 def fill_block(block: Piece, own: str, source: BlockSource, module: nn.Module, dtype: torch.dtype, model: str) -> None:
     """Read a block of a parameter of a module; `own` is its name in the files of the model."""
+    if isinstance(module, ValueModel) and block.name == HEAD:  # starts from the score head of a reward model
+        own = SCORE
     if own in source:
         found = source.block(own, block.shape, block.offsets, tuple(block.tensor.shape)).to(dtype)
     elif is_adapter(block.name):

@@ -34,6 +34,7 @@ from drumroll.models.export import export_model
 from drumroll.models.loading import DTYPES, LoadedModel, load_empty
 from drumroll.models.prefix_tree import PrefixTree
 from drumroll.models.score import SCORE, first_score
+from drumroll.models.value import HEAD
 from drumroll.processes import accelerator
 
 HEADS = {"value": ValueHead, "score": ScoreHead}
@@ -124,12 +125,12 @@ class MegatronBackend:
 
     @torch.no_grad()
     def _fill(self, source: BlockSource) -> None:
-        """Read this rank's block of every tensor; a value head starts at 0, a new score head by the seed."""
+        """Read this rank's block of every tensor; a value head starts from a score head or at 0, a new score head by the seed."""
         for piece in self._working():
-            name = self.names.file_name(piece.name)
+            name = SCORE if piece.name == HEAD else self.names.file_name(piece.name)
             if name in source:
                 piece.tensor.copy_(source.block(name, piece.shape, piece.offsets, tuple(piece.tensor.shape)))
-            elif name == SCORE:
+            elif piece.name == SCORE:
                 piece.tensor.copy_(first_score(self.source_model.module, piece.shape))
 
     def _first(self, parameter: str) -> bool:

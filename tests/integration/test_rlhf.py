@@ -1,0 +1,75 @@
+"""PPO by a reward model, with a critic that starts from it; and the chain of recipes from imitation to a distilled student."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from algorithm_references import written
+from test_reward_model import classifier
+
+import drumroll
+from drumroll.config import load
+from drumroll.models.value import HEAD
+from drumroll.workers.roles import open_learner
+
+CHAIN = Path(__file__).parents[2] / "recipes" / "chain"
+HELD_OUT = {"sums": {"source": "drumroll.data.problems:sums", "domain": "held_out", "limit": 8}}
+REMEMBERING = {"reward_mean": "running", "reward_std": "running", "kl_reward": 0.1, "kl_target": 0.5, "kl_horizon": 50}
+
+
+@pytest.fixture
+def rlhf(small, tmp_path):
+    """A small recipe of PPO by a reward model, which the critic starts from; the verifier only measures."""
+    path = classifier(tmp_path / "classifier")
+
+    def make(**changes):
+        return small(
+            roles={"reward_model": {"model": path}, "critic": {"model": path, "optim": {"lr": 1e-3}}},
+            reward={"sums": "reward_model", "reversal": "reward_model", "held_out": "exact"},
+            algorithm={"preset": "ppo", "critic_first": 1, **REMEMBERING},
+            **{"eval": {"every": 2, "sets": HELD_OUT}, **changes},
+        )
+
+    return make
+
+
+def test_ppo_by_a_reward_model_resumes_as_if_it_had_not_stopped(rlhf, untimed):
+    changes = {"deterministic": True, "checkpoint": {"every": 1}}
+    whole = drumroll.train(rlhf(name="whole", steps=4, **changes))
+    first = drumroll.train(rlhf(name="parts", steps=2, **changes))
+    resumed = drumroll.train(resume=first.path, overrides=["steps=4"])
+    assert untimed(resumed) == untimed(whole)
+    assert resumed.summary["after"] == whole.summary["after"]
+    assert whole.metrics[1]["critic/value"] != 0  # before the first update
+    rewards = [s["reward"] for s in whole.samples if s["fate"] == "trained"]
+    assert len(set(rewards)) > len(rewards) / 4
+    state = json.loads((whole.path / "checkpoints/step-000004/state.json").read_text())["loop"]["algorithm"]["normalise"]
+    mean = sum(rewards) / len(rewards)
+    assert (state["count"], state["mean"]) == (len(rewards), pytest.approx(mean))
+    assert state["squares"] == pytest.approx(sum((reward - mean) ** 2 for reward in rewards))
+
+
+def test_a_critic_that_starts_from_a_reward_model_values_texts_as_it_scores_them(rlhf):
+    from transformers import AutoModelForSequenceClassification
+
+    config = load(rlhf()).config
+    texts = [[1, 5, 9, 40, 2], [1, 7, 7], [1]]
+    module = AutoModelForSequenceClassification.from_pretrained(config.roles.reward_model.model).eval()
+    with torch.no_grad():
+        expected = [module(torch.tensor([text])).logits.item() for text in texts]
+    critic, batch = open_learner(config, "critic"), written(*((0, 0.0, [*text[1:], 3]) for text in texts))
+    last = batch.lengths.cumsum(0) - 1
+    assert critic.infer(batch)[last].tolist() == pytest.approx(expected, abs=1e-5)
+    dict(critic.backend.weights())[HEAD].zero_()
+    assert critic.infer(batch)[last].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_the_chain_runs_from_imitation_to_a_student(tmp_path, monkeypatch):
+    """A few steps of every stage, each from what the one before it left; the recipe's README has the numbers of whole runs."""
+    monkeypatch.chdir(tmp_path)
+    for stage in ("sft", "reward-model", "rlhf", "student", "student-sft"):
+        generated = [] if stage == "reward-model" else ["eval.sets.sums.limit=4", "eval.sets.reversal.limit=4"]
+        run = drumroll.train(CHAIN / f"{stage}.yaml", ["steps=2", *generated])
+        assert (run.summary["steps"], run.path.resolve()) == (2, tmp_path / "runs/chain" / stage)
