@@ -64,7 +64,7 @@ class SFTConfig(RunConfig):
 
     @override
     def training_columns(self, dataset: DatasetConfig) -> list[tuple[str, str]]:
-        return [(dataset.completion, "supervised training")]
+        return [] if self.train_on == "all" else [(dataset.completion, "supervised training")]
 
     @override
     def arithmetic(self) -> list[str]:

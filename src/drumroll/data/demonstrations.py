@@ -76,13 +76,17 @@ class Demonstrations(GivenRows):
         if recorded := recorded_traces(row, renderer.tokenizer):
             return recorded
         completion = row.get(config.completion)
-        if completion is None and not isinstance(prompt.content, tuple):
+        if completion is None and isinstance(prompt.content, str):
+            if self.config.train_on == ALL:  # a text alone
+                return [[(Owner.POLICY, renderer.ended(list(renderer.prompt(prompt.content, chat=False))))]]
             raise BadRow(f"{reader.name}: a row has no '{config.completion}' to imitate; it has {', '.join(sorted(row))}.")
         try:
             if row.get(MORE) is not None or not (reader.is_chat() or isinstance(prompt.content, tuple)):
-                tokens = renderer.prompt(prompt.content, chat=config.chat, system=config.system)
-                return [[(Owner.PROMPT, list(tokens)), *reader.answers(prompt)]]
-            return self._turns(reader, prompt, completion or ())
+                tokens = list(renderer.prompt(prompt.content, chat=config.chat, system=config.system))
+                if not tokens:
+                    raise BadRow(f"{reader.name}: a row has an empty prompt.")
+                return [[(Owner.PROMPT, tokens), *reader.answers(prompt)]]
+            return self._turns(reader, prompt, () if completion is None else completion)
         except BadRow:
             raise
         except DataError as error:

@@ -108,8 +108,8 @@ class RowCheck:
         turns = tuple(content)
         if ends_with_answer(turns):
             answer = turns[-1]
-            own = {key for key, value in answer.items() if value is not None} - {"role", "content"}
-            return turns[:-1], {**row, self.config.completion: [answer] if own else answer["content"]}
+            plain = {key for key, value in answer.items() if value is not None} == {"role", "content"}
+            return turns[:-1], {**row, self.config.completion: answer["content"] if plain else [answer]}
         return turns, row
 
 

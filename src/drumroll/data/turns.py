@@ -41,9 +41,10 @@ class Turns:
             if not found or not before.startswith(done):
                 found.append([])
                 done = ""
-            between = self.renderer.controls.rendered(before[len(done) :])
-            found[-1].append((Owner.ENVIRONMENT if done else Owner.PROMPT, between))
-            found[-1].append((Owner.POLICY, self.renderer.controls.rendered(turn)))
+            between, tokens = (self.renderer.controls.rendered(text) for text in (before[len(done) :], turn))
+            if not before:  # nothing comes before the first token
+                between, tokens = tokens[:1], tokens[1:]
+            found[-1] += [(Owner.ENVIRONMENT if done else Owner.PROMPT, between), (Owner.POLICY, tokens)]
             done = before + turn
         if numbers and self.messages[numbers[-1]]["role"] == "assistant":
             found[-1][-1] = (Owner.POLICY, self.renderer.ended(found[-1][-1][1]))
