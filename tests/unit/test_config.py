@@ -41,7 +41,7 @@ def test_every_recipe_loads(recipe):
         ("environment={mode: step, context: 99}", "data.max_prompt_tokens bounds what it shows"),
         ("data.mixture={sums: 1}", "data.train has ['reversal', 'sums']"),
         ("eval.best_by=other", "eval.sets has ['sums']"),
-        ("pipeline=rl_", "'rl_' is not known; choose one of rl, sft, dpo, distill. Did you mean 'rl'?"),
+        ("pipeline=rl_", "'rl_' is not known; choose one of rl, sft, dpo, reward_model, distill. Did you mean 'rl'?"),
         ("optim.lr=.nan", "optim.lr"),
         ("steps", "'steps' is not an override; write key=value"),
         ("steps.x=1", "'steps' is a value, not a section"),
