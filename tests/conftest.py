@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="write what the peers answer to tests/recordings")
 
 
-RAY = ("test_ray", "test_cluster", "test_divided_runs", "test_big_cluster", "test_jobs", "test_long_context")
+RAY = ("test_ray", "test_cluster", "test_divided_runs", "test_big_cluster", "test_jobs", "test_long_context", "test_rlhf")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

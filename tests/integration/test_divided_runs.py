@@ -3,7 +3,6 @@
 import pytest
 import ray
 from quickstarts import TWO_RANKS, first_tokens, floors, learnt
-from test_rlhf import rlhf  # noqa: F401  a fixture
 
 import drumroll
 from drumroll.config import check
@@ -160,14 +159,3 @@ def test_a_rank_killed_in_the_middle_of_anything_ends_the_run_in_one_sentence(sm
     [path] = (tmp_path / "runs").iterdir()
     done = drumroll.train(resume=path, overrides=["roles.actor.backend=torch", "steps=4"])
     assert [m["step"] for m in done.metrics] == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.slow
-def test_ppo_by_a_reward_model_with_a_divided_critic(rlhf):  # noqa: F811
-    recipe = rlhf(cluster=TWO, name="ray", threads=1)
-    recipe["roles"]["critic"] |= {"parallel": {"shard": 2}}
-    run, alone = drumroll.train(recipe), drumroll.train(rlhf(threads=1))
-    assert first_tokens(run) == first_tokens(alone)
-    assert [s["reward"] for s in run.samples] == pytest.approx([s["reward"] for s in alone.samples], abs=1e-4)
-    for key in ("critic/value", "critic/loss", "train/kl_reward"):
-        assert run.metrics[1][key] == pytest.approx(alone.metrics[1][key], rel=1e-3, abs=1e-5), key

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from algorithm_references import written
+from quickstarts import first_tokens
 from test_reward_model import classifier
 
 import drumroll
@@ -63,6 +65,20 @@ def test_a_critic_that_starts_from_a_reward_model_values_texts_as_it_scores_them
     assert critic.infer(batch)[last].tolist() == pytest.approx(expected, abs=1e-5)
     dict(critic.backend.weights())[HEAD].zero_()
     assert critic.infer(batch)[last].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_ppo_by_a_reward_model_on_ray_with_a_divided_critic(rlhf, ray_cluster):
+    recipe = rlhf(cluster={"runtime": "ray", "devices": 2, "kind": "cpu", "threads": 1}, name="ray", threads=1)
+    recipe["roles"]["critic"]["parallel"] = {"shard": 2}
+    ray.init(ray_cluster.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        run, alone = drumroll.train(recipe), drumroll.train(rlhf(threads=1))
+    finally:
+        ray.shutdown()
+    assert first_tokens(run) == first_tokens(alone)
+    for key in ("reward/sums", "critic/value", "critic/loss"):
+        assert run.metrics[1][key] == pytest.approx(alone.metrics[1][key], rel=1e-3, abs=1e-5), key
 
 
 @pytest.mark.slow
