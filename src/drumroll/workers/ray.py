@@ -238,6 +238,8 @@ class RayWorkers(Workers):
         """Bring the actor's weights to all engines, in numbered attempts; its count of updates is their version."""
         for _ in range(1 + self.rollout.size):  # once more for each engine that may be lost on the way
             if not (ranks := self._engine_pool.living()):
+                if self._engine_pool.coming():
+                    return  # an engine that comes back receives the present weights before it gets work
                 raise NoEngines("There is no engine left to publish weights to.")
             self._attempt += 1
             if frozenset(ranks) != self._members and not await self._connect(ranks):
