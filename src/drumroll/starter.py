@@ -10,7 +10,7 @@ from drumroll.data.problems import sums
 from drumroll.errors import StoreError
 from drumroll.runfiles.durable import make_folder, write_text
 
-ROWS = {"data.jsonl": ("train", 300), "held_out.jsonl": ("held_out", 50)}
+ROWS = {"data.jsonl": ("train", 300), "held_out.jsonl": ("held_out", 100)}
 """Files of rows: their split, and how many rows they have."""
 
 RECIPE = """\
