@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="write what the peers answer to tests/recordings")
 
 
-RAY = ("test_ray", "test_cluster", "test_divided_runs", "test_big_cluster", "test_jobs", "test_long_context", "test_rlhf")
+RAY = ("test_big_cluster", "test_jobs")
+"""Files that start a Ray of their own; other tests with Ray use `ray_cluster`."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:  # clusters of Ray one after the other, also where tests run beside each other
-        if item.path.stem in RAY:
+        if item.path.stem in RAY or "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 
@@ -64,14 +66,20 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return base
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A small recipe writing below tmp_path, with changes merged in."""
+@pytest.fixture(scope="session")
+def small_in() -> Callable[..., dict[str, Any]]:
+    """A small recipe writing below a folder, with changes merged in."""
 
-    def make(**changes: Any) -> dict[str, Any]:
-        return _merge({**copy.deepcopy(SMALL), "output": str(tmp_path / "runs")}, changes)
+    def make(folder: Path, **changes: Any) -> dict[str, Any]:
+        return _merge({**copy.deepcopy(SMALL), "output": str(folder / "runs")}, changes)
 
     return make
+
+
+@pytest.fixture
+def small(small_in: Callable[..., dict[str, Any]], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A small recipe writing below tmp_path, with changes merged in."""
+    return partial(small_in, tmp_path)
 
 
 @pytest.fixture
@@ -162,6 +170,7 @@ def ray_cluster() -> Iterator[Any]:
     from drumroll.workers.ray_group import NICENESS
 
     os.environ.setdefault(NICENESS, "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # eight processes that no worker of ours would use
     machine = {"num_cpus": 8, "num_gpus": 2, "object_store_memory": 2**28}
     made = Cluster(True, head_node_args=machine | {"include_dashboard": False})
     try:

@@ -15,6 +15,7 @@ from drumroll.data.scan import scan
 from drumroll.data.source import PromptSource, RequiredColumns
 from drumroll.engines.continuation import closing_tag
 from drumroll.envs.episodes import Agents, Episodes
+from drumroll.errors import ConfigError, did_you_mean
 from drumroll.lifecycle import Listener, answered_once
 from drumroll.rewards import Scorer
 from drumroll.rollout.evaluation import Evaluator, open_sets
@@ -55,12 +56,22 @@ def training_columns(config: RunConfig, dataset: DatasetConfig, rewards: Require
 def scan_data(config: RunConfig, rewards: RequiredColumns) -> None:
     """Look at all rows of local files, in training and held-out data, given the columns that rewards need."""
     environment = config.environment_section()
-    scan("data.train", config.data.train, lambda dataset: training_columns(config, dataset, rewards), environment)
+    domains = scan("data.train", config.data.train, lambda dataset: training_columns(config, dataset, rewards), environment)
     scan("eval.sets", config.eval.sets, lambda dataset: rewards, environment)
     scan("held_out", config.held_out_sets(), lambda dataset: training_columns(config, dataset, rewards), environment)
     if (rows := config.demonstrations_section()) is not None:
         given = demonstrations(config, rows)
-        scan("demonstrations", given.data.train, lambda dataset: training_columns(given, dataset, rewards), environment)
+        more = scan("demonstrations", given.data.train, lambda dataset: training_columns(given, dataset, rewards), environment)
+        domains = None if domains is None or more is None else domains | more
+    if domains is not None:
+        _check_domains(config, domains)
+
+
+def _check_domains(config: RunConfig, domains: set[str]) -> None:
+    for domain, key in config.named_domains().items():
+        if domain not in domains:
+            has, other = ", ".join(sorted(domains)), did_you_mean(domain, domains)
+            raise ConfigError(f"{key}: no training row has the domain '{domain}'; they have {has}.{other}")
 
 
 def open_scorer(config: RunConfig, workers: Workers, rollout: RolloutConfig) -> Scorer:

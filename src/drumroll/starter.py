@@ -10,7 +10,7 @@ from drumroll.data.problems import sums
 from drumroll.errors import StoreError
 from drumroll.runfiles.durable import make_folder, write_text
 
-ROWS = {"data.jsonl": ("train", 300), "held_out.jsonl": ("held_out", 50)}
+ROWS = {"data.jsonl": ("train", 300), "held_out.jsonl": ("held_out", 100)}
 """Files of rows: their split, and how many rows they have."""
 
 RECIPE = """\
@@ -74,7 +74,7 @@ drumroll train recipe.yaml       # train; the run is in runs/{name}
 drumroll run samples runs/{name}
 ```
 
-As it is, training takes about 20 s on one core and brings the held-out score from 0.12 to 0.88 (seed 0).
+As it is, training takes about 20 s on one core and brings the held-out score from 0.15 to 0.85 (seed 0).
 
 | file | content |
 |---|---|

@@ -224,7 +224,7 @@ def test_ctrl_c_saves_and_the_run_resumes(recipe, tmp_path, when):
     slow = (
         {"roles": {"rollout": {"slots": 1}}}
         if when == "rollout"
-        else {"rollout": {"prompts": 64}, "optim": {"micro_tokens": 64}}
+        else {"rollout": {"prompts": 32}, "optim": {"micro_tokens": 64}}
     )
     path = recipe(steps=10_000, eval={"sets": {}}, **slow)
     process = subprocess.Popen(

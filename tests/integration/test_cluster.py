@@ -219,9 +219,19 @@ def test_a_killed_engine_is_replaced_and_the_run_completes(small, killer, kill):
     assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
 
 
-@pytest.mark.parametrize("transport", ["shared", pytest.param("broadcast", marks=pytest.mark.slow)])
-def test_an_engine_killed_in_the_middle_of_a_publication_is_replaced(small, killer, monkeypatch, kill, transport):
-    """Its sender is under way and the other engine has begun to receive; the second attempt reaches who is there."""
+@pytest.mark.parametrize(
+    ("transport", "engines"),
+    [
+        ("shared", 2),
+        pytest.param("broadcast", 2, marks=pytest.mark.slow),
+        pytest.param("shared", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_killed_in_the_middle_of_a_publication_is_replaced(small, killer, monkeypatch, kill, transport, engines):
+    """Its sender is under way and the other engine has begun to receive; the second attempt reaches who is there.
+
+    If nobody is, the engine that comes back gets the weights.
+    """
     broadcast, struck = RayGroup.broadcast, []
 
     async def strike_when_armed(self, method, *args, **kwargs):
@@ -229,7 +239,7 @@ def test_an_engine_killed_in_the_middle_of_a_publication_is_replaced(small, kill
             return await broadcast(self, method, *args, **kwargs)
         struck.append(True)
         sending = asyncio.ensure_future(broadcast(self, method, *args, **kwargs))
-        await kill(listener.armed[0].rollout, 1)
+        await kill(listener.armed[0].rollout, engines - 1)
         return await sending
 
     async def arm(workers):
@@ -238,12 +248,12 @@ def test_an_engine_killed_in_the_middle_of_a_publication_is_replaced(small, kill
     listener = killer(arm)
     listener.armed = []
     monkeypatch.setattr(RayGroup, "broadcast", strike_when_armed)
-    cluster = ONE | {"devices": 3, "weight_sync": transport}
-    roles = {"actor": {"devices": "0"}, "rollout": {"devices": "1-2"}}
+    cluster = ONE | {"devices": 1 + engines, "weight_sync": transport}
+    roles = {"actor": {"devices": "0"}, "rollout": {"devices": f"1-{engines}"}}
     run = drumroll.train(small(cluster=cluster, roles=roles, steps=4, threads=1, eval={"sets": {}}), progress=listener)
     assert struck
     assert run.summary["steps"] == 4
-    assert [text.partition(":")[0] for text in listener.heard] == ["rollout rank 1 is gone"]
+    assert [text.partition(":")[0] for text in listener.heard] == [f"rollout rank {engines - 1} is gone"]
     assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
 
 

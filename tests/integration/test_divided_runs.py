@@ -35,13 +35,18 @@ def divided(parallel):
     }
 
 
+@pytest.fixture(scope="module")
+def alone(small_in, tmp_path_factory):
+    """The run of one rank."""
+    return drumroll.train(small_in(tmp_path_factory.mktemp("alone"), **divided({})))
+
+
 @pytest.mark.parametrize("layout", ["shard 2", "tensor 2", pytest.param("context 2", marks=pytest.mark.slow)])
-def test_a_divided_actor_draws_and_trains_as_one_rank(small, untimed, layout):
+def test_a_divided_actor_draws_and_trains_as_one_rank(small, alone, untimed, layout):
     """Step 1 samples the same tokens and has the same losses; engines hold the learner's weights after each publish.
 
     The run goes on under the other layout.
     """
-    alone = drumroll.train(small(name="alone", **divided({})))
     run = drumroll.train(small(cluster=TWO, **divided(LAYOUTS[layout])))
     assert first_tokens(run) == first_tokens(alone)
     for key in ("train/loss", "train/grad_norm", "train/tokens", "train/entropy", "critic/loss"):
@@ -87,9 +92,7 @@ def test_what_cannot_be_divided_is_refused_with_the_arithmetic(small):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_vllm_holds_a_divided_actors_weights(small, layout):
     roles = {"actor": {"parallel": LAYOUTS[layout]}, "rollout": {"backend": "vllm"}}
-    run = drumroll.train(
-        small(cluster=TWO, model="tiny-even", roles=roles, steps=3, optim={"lr": 3e-3}, algorithm={"entropy": 1e-3})
-    )
+    run = drumroll.train(small(cluster=TWO, model="tiny-even", roles=roles, steps=3, optim={"lr": 3e-3}, algorithm={"entropy": 1e-3}))
     assert [m["train/mismatch"] < 1e-4 for m in run.metrics[1:]] == [True] * 3
 
 

@@ -171,7 +171,7 @@ def test_bad_environments_are_named_and_the_run_goes_on(played, drumroll, tmp_pa
         "toy_environments:Bad",
         data={"train": {"walk": {"source": SEEDS}}},
         eval={"sets": {}},
-        rollout={"prompts": 6, "samples": 2},
+        rollout={"prompts": 3, "samples": 2},
         environment={"args": args, "step_timeout": 1.0, "max_turns": 2, "memory_gb": 0.3},
         steps=2,
     )

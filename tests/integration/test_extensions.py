@@ -239,7 +239,6 @@ def test_an_engines_traits_are_held(beside, small, tmp_path, backend, changes, s
     assert not list(tmp_path.glob("runs/*/config.yaml"))
 
 
-@pytest.mark.xdist_group("ray")
 def test_a_pipeline_and_an_engine_on_ray(imitation, tmp_path, ray_cluster):
     """Workers find both in the recipe's folder, which is not the current one."""
     cluster = {"runtime": "ray", "address": ray_cluster.address, "devices": 1, "kind": "cpu", "threads": 1}

@@ -6,6 +6,8 @@ import sys
 import pytest
 import yaml
 
+from drumroll.observe.hints import FEW
+
 
 def test_a_new_project_passes_its_test_and_trains(drumroll, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -17,6 +19,7 @@ def test_a_new_project_passes_its_test_and_trains(drumroll, tmp_path, monkeypatc
     assert {path.name for path in folder.iterdir()} == files
     rows, held_out = ((folder / name).read_text().splitlines() for name in ("data.jsonl", "held_out.jsonl"))
     assert not set(rows) & set(held_out)
+    assert len(held_out) >= FEW  # else the first run would begin with a hint
     tested = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(tested, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -290,12 +290,12 @@ def test_closing_a_group_closes_its_workers_and_ends_their_processes(runtime, pl
 
 def test_deadlines_of_functions_are_told_apart_and_counted(runtime, play, mine):
     from drumroll.processes.deadline import CpuTimeExceeded
-    from drumroll.workers.ray_workers import RewardPool, RewardWorker
+    from drumroll.workers.ray_rewards import RewardPool, RewardWorker
 
     name = mine("import time\ndef loop():\n    while True: pass\ndef sleep(): time.sleep(1000)\ndef f(): return 1\n")
 
     async def use():
-        pool = RewardPool(RayGroup(runtime, Role.REWARD, [RewardWorker]), sys.path)
+        pool = RewardPool(1, lambda: RayGroup(runtime, Role.REWARD, [RewardWorker]), sys.path)
         with pytest.raises(CpuTimeExceeded, match=r"0\.3 s of CPU time"):
             await pool.call(f"{name}:loop", {}, 0.3, cpu=True)
         with pytest.raises(TimeoutError, match=r"^took longer than 0\.3 s$"):

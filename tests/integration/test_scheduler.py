@@ -114,7 +114,7 @@ def test_failing_and_hanging_rewards_and_a_killed_engine(small, mine, monkeypatc
         decode(self)
 
     monkeypatch.setattr(NativeEngine, "_decode", dying)
-    rollout = {"reward_timeout": 1.5, "retries": 1, "prompts": 5, "samples": 4}
+    rollout = {"reward_timeout": 0.8, "retries": 1, "prompts": 5, "samples": 4}
     recipe = small(
         reward={"*": f"{mine(FAULTY)}:f"},
         steps=3,

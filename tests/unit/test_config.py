@@ -155,6 +155,6 @@ def test_explain_says_where_a_value_is_set(tmp_path, small):
         explain("lr", None)
 
 
-def test_config_needs_no_torch():
-    code = "import sys; from drumroll.config import load; import drumroll.cli; load('recipes/quickstart/recipe.yaml'); sys.exit('torch' in sys.modules)"
+def test_config_and_reward_processes_need_no_torch():
+    code = "import sys; from drumroll.config import load; import drumroll.cli, drumroll.workers.ray_rewards; load('recipes/quickstart/recipe.yaml'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -18,7 +18,7 @@ from drumroll.data.problems import TASKS, demonstrations
 from drumroll.data.render import Renderer
 from drumroll.data.rows import read
 from drumroll.data.source import PromptSource, no_columns
-from drumroll.errors import DataError
+from drumroll.errors import ConfigError, DataError
 from drumroll.models import tiny
 from drumroll.rollout.admission import Admission
 from drumroll.sample import Owner
@@ -229,6 +229,32 @@ def test_an_episode_that_cannot_be_imitated_is_named(tmp_path):
 def scanned(path, **dataset):
     recipe = {"data": {"train": {"rows": {"source": str(path), **dataset}}}, "reward": "exact"}
     scan_data(load(recipe).config, lambda domain, played=False: [("answer", "reward 'exact'")])
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"rollout": {"domains": {"math": {"samples": 2}}}},
+        {"algorithm": {"domain_weights": {"math": 2.0}}},
+        {"roles": {"teacher": {"domains": {"math": {"model": "tiny"}}}}, "algorithm": {"teacher": 0.1}},
+    ],
+    ids=["rollout.domains", "algorithm.domain_weights", "roles.teacher.domains"],
+)
+def test_settings_of_a_domain_that_no_row_has_are_refused(tmp_path, named, request):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "a", "answer": "b", "domain": d}) + "\n" for d in ("maths", "code")))
+
+    def look(**datasets):
+        config = load({"data": {"train": {"rows": {"source": str(rows)}, **datasets}}, "reward": "exact", **named}).config
+        scan_data(config, lambda domain, played=False: [])
+
+    key = f"{request.node.callspec.id}.math"
+    with pytest.raises(ConfigError, match=rf"^{key}: no training row has the domain 'math'; they have code, maths\..*'maths'"):
+        look()
+    with pytest.raises(ConfigError, match=r"they have code, maths, other\."):
+        look(made={"source": "drumroll.data.problems:sums", "domain": "other"})
+    look(made={"source": "drumroll.data.problems:sums"})  # its rows may have any domain
+    look(made={"source": "drumroll.data.problems:sums", "domain": "math"})
 
 
 def test_all_rows_of_local_files_are_looked_at(tmp_path):

@@ -187,8 +187,36 @@ def test_without_replacement_the_time_counts():
         with pytest.raises(Exception, match=r"no engine has been alive for 0.05 s"):
             await world.ask()
         assert world.group.made == 0
+        assert not world.pool.coming()
 
     play([DEVICES[:1]], story, timeout=0.05, replaces=False)
+
+
+def test_between_the_loss_of_all_engines_and_their_return_one_is_coming():
+    """So a publication waits for none: an engine receives the weights when it is prepared. One that dies then is not waited for."""
+
+    async def story(world):
+        world.group.gate.clear()
+        world.group.die(0)
+        world.pool.lost.add(0)  # as a publication notes it, before the pool's own watch
+        assert world.pool.coming()
+        await until(lambda: world.heard)
+        assert not world.pool.living()
+        assert world.pool.coming()
+
+        async def die_again():
+            world.group.die(0)
+            world.pool.lost.add(0)
+            assert not world.pool.coming()
+            raise RuntimeError("There is no engine left")
+
+        world.pool.prepare = die_again
+        world.group.gate.set()
+        await until(lambda: len(world.heard) == 2)
+        assert "could not be started again" in world.heard[1]
+        assert not world.pool.coming()
+
+    play([DEVICES[:1]], story)
 
 
 def test_an_engine_that_cannot_be_started_again_is_told_and_waited_for_no_longer():

@@ -10,7 +10,7 @@ from drumroll import train
 from drumroll.config import load
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.rollout import RolloutConfig
-from drumroll.observe.hints import FAR, cut_samples, few_signals, long_prompts, small_set, unusual_rate
+from drumroll.observe.hints import FAR, cut_samples, few_signals, long_prompts, small_set, unseen_domain, unusual_rate
 from drumroll.observe.progress import Quiet
 from drumroll.sample import Fate, Prompt, Sample, StopReason
 
@@ -84,6 +84,15 @@ def test_groups_without_signal():
     assert few_signals("grpo", samples(*eos, rewards=[0.0, 1.0] * 8)) is None
 
 
+def test_a_domain_that_is_named_and_never_seen():
+    assert unseen_domain({"sums": "rollout.domains.sums"}, 5, {"sums"}) is None
+    said = unseen_domain({"sums": "rollout.domains.sums", "sum": "algorithm.domain_weights.sum"}, 5, {"sums", "code"})
+    assert said.startswith(
+        "no sample of 5 steps has the domain 'sum', which algorithm.domain_weights.sum names; they have code, sums."
+    )
+    assert said.endswith("Did you mean 'sums'?")
+
+
 class Heard(Quiet):
     def __init__(self):
         self.lines = []
@@ -93,13 +102,15 @@ class Heard(Quiet):
 
 
 def test_each_hint_is_given_once_in_the_terminal_and_the_report_and_not_again_on_resume(small):
-    recipe = small(rollout={"max_tokens": 1}, data={"max_prompt_tokens": 9}, eval={"sets": {}}, steps=2)
+    recipe = small(
+        rollout={"max_tokens": 1, "domains": {"sum": {"samples": 2}}}, data={"max_prompt_tokens": 9}, eval={"sets": {}}, steps=2
+    )
     recipe["data"]["train"].pop("reversal")
     recipe["data"]["train"]["sums"]["args"] = {"top": 99}
     heard = Heard()
     run = train(recipe, progress=heard)
     names = [hint["name"] for hint in run.hints]
-    assert {"cut", "long prompts"} <= set(names)
+    assert {"cut", "long prompts", "domains"} <= set(names)
     assert sorted(set(names)) == sorted(names)
     page = html.unescape((run.path / "report.html").read_text())
     for hint in run.hints:

@@ -24,6 +24,8 @@ NAME_BUILDERS = {
 """The modules that may build the name of a module with an f-string."""
 LONGEST_FILE, LONGEST_FUNCTION = 600, 46
 
+pytestmark = pytest.mark.xdist_group("layers")  # one process parses the package for all of them
+
 
 @cache
 def modules():
@@ -33,6 +35,12 @@ def modules():
         name = ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
         found[name] = ast.parse(path.read_text())
     return found
+
+
+@cache
+def nodes():
+    """Every node of every module: (module's name, node)."""
+    return [(module, node) for module, tree in modules().items() for node in ast.walk(tree)]
 
 
 # --- layers ---
@@ -78,13 +86,12 @@ PATH = re.compile(r"drumroll(?:\.\w+)+(?::\w+)?")
 
 def paths_in_strings():
     """(module, `drumroll.module` or `drumroll.module:name`) of each string that is such a path, and of code in strings."""
-    for module, tree in modules().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if PATH.fullmatch(node.value):
-                    yield module, node.value
-                for imported, name in re.findall(r"\bfrom (drumroll[\w.]*) import (\w+)", node.value):
-                    yield module, f"{imported}:{name}"
+    for module, node in nodes():
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if PATH.fullmatch(node.value):
+                yield module, node.value
+            for imported, name in re.findall(r"\bfrom (drumroll[\w.]*) import (\w+)", node.value):
+                yield module, f"{imported}:{name}"
 
 
 def names_in(tree):
@@ -152,8 +159,7 @@ def test_prefix_of_an_f_string(code, prefix, allowed):
 def test_f_strings_name_modules_of_the_same_package_or_below():
     found = [
         (module, prefix)
-        for module, tree in modules().items()
-        for node in ast.walk(tree)
+        for module, node in nodes()
         if isinstance(node, ast.JoinedStr) and (prefix := prefix_of(module, node)).startswith("drumroll.")
     ]
     for module, prefix in found:
@@ -173,8 +179,7 @@ def test_files_are_short_enough_to_read():
 def test_functions_are_short_enough_to_read():
     functions = [
         (f"{module}:{node.name}", node.end_lineno - node.lineno + 1)
-        for module, tree in modules().items()
-        for node in ast.walk(tree)
+        for module, node in nodes()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     assert [(name, length) for name, length in functions if length > LONGEST_FUNCTION] == []
@@ -225,11 +230,13 @@ def test_words_of_identifiers():
 
 
 def test_the_old_words_do_not_come_back():
+    some = re.compile("|".join([*OLD_WORDS, *OLD_NAMES]), re.IGNORECASE)  # most files need not be parsed
     found = {
         (str(path.relative_to(ROOT)), name)
         for folder in ("src", "tests", "benchmarks")
         for path in (ROOT / folder).rglob("*.py")
-        for name in identifiers(ast.parse(path.read_text()))
+        if some.search(text := path.read_text())
+        for name in set(identifiers(ast.parse(text)))
         if words_of(name) & OLD_WORDS.keys() or name in OLD_NAMES
     }
     assert found == ALLOWED

@@ -309,6 +309,7 @@ def data_parallel(rank, count, port, dtype):
     return {"grads": grads, "logprobs": before, "statistics": statistics}
 
 
+@pytest.mark.xdist_group("ranks")  # one process preloads what the ranks fork from
 @pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-10), ("float32", 1e-5)])
 def test_two_ranks_have_the_gradient_of_one(dtype, bound):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -342,6 +343,7 @@ def padded(rank, count, port):
     return {"counts": counts, "logprobs": logprobs, "grad": grad}
 
 
+@pytest.mark.xdist_group("ranks")
 def test_a_rank_without_rows_takes_part_in_every_micro_batch():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parts, alone = run_ranks(padded, 2, 2, store.port), padded(0, 1, 0)

@@ -201,20 +201,19 @@ def test_published_examples_run_unchanged_in_worker_processes(mine):
     assert found["logging", False] == [1, 1, 1, 0, 0]
 
 
-@pytest.mark.xdist_group("ray")
 def test_published_examples_run_unchanged_on_ray(ray_cluster, mine):
     import ray
 
     from drumroll.placement.devices import Kind, Pool
     from drumroll.workers.group import Role
     from drumroll.workers.ray_group import RayGroup, RayRuntime
-    from drumroll.workers.ray_workers import RewardPool, RewardWorker
+    from drumroll.workers.ray_rewards import RewardPool, RewardWorker
 
     trl, verl = mine(TRL), mine(VERL)
 
     async def main():
         runtime = RayRuntime(Pool.of([{Kind.CPU: 1}], threads=1), name="other-rewards", address=ray_cluster.address)
-        pool = RewardPool(RayGroup(runtime, Role.REWARD, [RewardWorker] * 2), sys.path)
+        pool = RewardPool(2, lambda: RayGroup(runtime, Role.REWARD, [RewardWorker] * 2), sys.path)
         try:
             return await every_example(trl, verl, pool)
         finally:

@@ -136,6 +136,16 @@ def test_domains_route_and_unknown_ones_are_named():
         scorer.rewards("b")
 
 
+def test_rewards_of_one_name_are_told_apart(mine):
+    one, two = (mine(f"def score(completion, plus=0): return {value} + plus") for value in (1, 2))
+    uses = [f"{one}:score", "exact", f"{two}:score", f"{one}:score"]
+    sample = scored([RewardConfig(use=use, args={"plus": 0.5} if i == 3 else {}) for i, use in enumerate(uses)])
+    assert sample.rewards == {f"{one}.score": 1.0, "exact": 1.0, f"{two}.score": 2.0, f"{one}.score-2": 1.5}
+    assert sample.reward == 5.5
+    same = [RewardConfig(use="contains"), RewardConfig(use="contains")]
+    assert list(scored(same).rewards) == ["contains", "contains-2"]
+
+
 def test_unknown_arguments_are_refused():
     with pytest.raises(ConfigError, match="takes no argument 'targett'"):
         Scorer({"*": [RewardConfig(use="length", args={"targett": 3})]})

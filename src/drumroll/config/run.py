@@ -229,6 +229,15 @@ class RunConfig(Section):
             return {domain: normalise(spec) for domain, spec in self.reward.items()}
         return {ALL_DOMAINS: normalise(self.reward)}
 
+    def named_domains(self) -> dict[str, str]:
+        """Domains of training rows that have settings of their own, each with the key that names it."""
+        sections = {
+            "rollout.domains": self.rollout_section().domains,
+            "roles.teacher.domains": self.roles.teacher.domains,
+            "algorithm.domain_weights": self.algorithm_section().domain_weights,
+        }
+        return {domain: f"{key}.{domain}" for key, section in sections.items() for domain in section}
+
     def role_model(self, role: LearnerRole) -> str:
         """The model a role plays with; of several teachers, the first."""
         teachers = self.roles.teacher.models() if role == "teacher" else []

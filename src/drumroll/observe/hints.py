@@ -7,12 +7,13 @@ them in `hints.json`, so that the report shows them and a resumed run does not r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from drumroll.config import RunConfig
 from drumroll.config.algorithm import GROUPED
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.rollout import RolloutConfig
+from drumroll.errors import did_you_mean
 from drumroll.models.shape import find_shape
 from drumroll.observe.failures import without_gradient
 from drumroll.runfiles.durable import write_text
@@ -29,6 +30,8 @@ FEW = 100
 USUAL_RATE, USUAL_SIZE, EXPONENT = 1e-6, 7e9, 0.6
 """The usual learning rate is TRL's, verl's and OpenRLHF's default, taken for 7 billion weights; it falls with a model's size so
 that our recipes at 1 and at 135 million weights (3e-4, 1e-5) are usual too."""
+SOON = 5
+"""Steps after which a domain that has settings should have been seen."""
 ADAPTERS, FAR = 10.0, 30.0
 """Adapters take ten times that; a rate further away than this factor is worth a hint."""
 
@@ -39,6 +42,7 @@ class Hints:
     def __init__(self, run: RunReader, config: RunConfig, notice: Callable[[str], None]) -> None:
         self.run, self.config, self.notice = run, config, notice
         self._given: list[dict[str, object]] | None = None
+        self._steps, self._domains = 0, set[str]()
 
     def at_start(self, evaluations: Mapping[str, int]) -> None:
         """Look at the config, and at the numbers of prompts of held-out sets."""
@@ -54,6 +58,9 @@ class Hints:
         trained = [s for s in samples if s.state is Fate.TRAINED]
         advantage = config.algorithm_section().advantage if config.has_rollouts() else ""
         self._give("signal", step, lambda: without_gradient(metrics, samples) or few_signals(advantage, trained))
+        self._steps, self._domains = self._steps + 1, self._domains | {s.prompt.domain for s in samples}
+        if samples and self._steps == min(SOON, config.steps):
+            self._give("domains", step, lambda: unseen_domain(config.named_domains(), self._steps, self._domains))
         self._give("long prompts", step, lambda: long_prompts(config, metrics))
         if config.has_rollouts():
             self._give("cut", step, lambda: cut_samples(config.rollout_section(), config.environment_section(), trained))
@@ -86,6 +93,15 @@ def cut_samples(rollout: RolloutConfig, environment: EnvironmentConfig, samples:
             key, value = f"{name}: {limit}", f"{name}: {2 * limit}"
         of = f" of {domain}" if len(domains) > 1 else ""
         return f"{len(cut) / len(own):.0%} of the samples{of} were cut by {key} before they ended; try {value}."
+    return None
+
+
+def unseen_domain(named: Mapping[str, str], steps: int, seen: Collection[str]) -> str | None:
+    """A domain that the config names has had no sample. Domains of local files are checked before a run starts."""
+    for domain, key in named.items():
+        if domain not in seen:
+            have = ", ".join(sorted(seen))
+            return f"no sample of {steps} steps has the domain '{domain}', which {key} names; they have {have}.{did_you_mean(domain, seen)}"
     return None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from drumroll.config.accelerators import family
 from drumroll.errors import ConfigError, DrumrollError
+from drumroll.processes.network import interfaces
 
 LOOPBACK = "127.0.0.1"
 GLOO = "gloo_at_address"
@@ -208,27 +208,3 @@ def steer_collectives(device: str, address: str) -> None:
     variable, name = family(device).interface, next((name for name, own in interfaces().items() if own == address), None)
     if variable and name is not None and address != LOOPBACK:
         os.environ.setdefault(variable, f"={name}")
-
-
-def interfaces() -> dict[str, str]:
-    """Map each network interface of this machine to its first IPv4 address (Linux)."""
-    import fcntl
-
-    found: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # the interface has no address
-                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
-def address_of(interface: str) -> str:
-    """Return the address of a network interface of this machine."""
-    known = interfaces()
-    if interface not in known:
-        have = ", ".join(f"{name} ({address})" for name, address in known.items())
-        raise ConfigError(
-            f"cluster.interface: {socket.gethostname()} has no interface '{interface}' with an address; it has {have}."
-        )
-    return known[interface]

@@ -3,19 +3,20 @@
 OpenMP gives every computing thread its own team of threads. When the teams together outnumber the cores, OpenMP stops
 spinning, and a small operation takes a hundred microseconds instead of ten, even if all other teams sleep. So
 computation runs on threads that end when their work does, and threads that compute at the same time share the cores.
+Processes without torch, such as those of rewards, use this file too: it imports torch only when somebody counts cores.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeVar
-
-import torch
 
 T = TypeVar("T")
 LINGER = 0.02
@@ -30,22 +31,40 @@ class Cores:
     """
 
     def __init__(self) -> None:
-        self.total = self.default = torch.get_num_threads()  # one per core, unless OMP_NUM_THREADS says otherwise
         self.fixed = False
+        self._total = 0
         self._working = 0
         self._lock = threading.Lock()
 
     def configure(self, total: int = 0, *, fixed: bool = False) -> None:
         """Set the number of cores (0: the default). The calling thread, which only coordinates, gets one."""
-        self.total, self.fixed = total or self.default, fixed
+        import torch
+
+        default = self.default  # counted before it is changed
+        self._total, self.fixed = total or default, fixed
         torch.set_num_threads(1)
+
+    @cached_property
+    def default(self) -> int:
+        """One per core, unless OMP_NUM_THREADS says otherwise."""
+        import torch
+
+        return torch.get_num_threads()
+
+    @property
+    def total(self) -> int:
+        """The number of cores that this process uses."""
+        return self._total or self.default
 
     @contextmanager
     def work(self) -> Iterator[None]:
         """Mark the calling thread as computing inside the block, and give it its share of the cores."""
         with self._lock:
             self._working += 1
-        torch.set_num_threads(self.share())
+        if "torch" in sys.modules:
+            import torch
+
+            torch.set_num_threads(self.share())
         try:
             yield
         finally:
@@ -69,6 +88,8 @@ class Cores:
 
     def adjust(self) -> None:
         """Apply the current share to the calling thread; call it between two pieces of work."""
+        import torch
+
         if torch.get_num_threads() != self.share():
             torch.set_num_threads(self.share())
 

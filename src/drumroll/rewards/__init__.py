@@ -16,7 +16,7 @@ import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -288,13 +288,22 @@ class Trial:
             self._changed.clear()
 
 
+def _named_apart(configs: Sequence[RewardConfig]) -> list[Reward]:
+    """Bind the rewards of a domain. Where functions have one name, it gets the module (`a.score`) or a number (`score-2`)."""
+    bound = [Reward.bind(config) for config in configs]
+    uses = {reward.name: {c.use for c, r in zip(configs, bound, strict=True) if r.name == reward.name} for reward in bound}
+    names = [c.use.replace(":", ".") if len(uses[r.name]) > 1 else r.name for c, r in zip(configs, bound, strict=True)]
+    counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    return [replace(r, name=n if k == 1 else f"{n}-{k}") for r, n, k in zip(bound, names, counts, strict=True)]
+
+
 class Rewards:
     """The rewards of each domain, bound to their functions. It does not score; see `Scorer`."""
 
     def __init__(self, by_domain: Mapping[str, Sequence[RewardConfig]]) -> None:
         for name in BUILT_IN:
             import_module(f"drumroll.rewards.{name}")
-        self._rewards = {domain: [Reward.bind(c) for c in configs] for domain, configs in by_domain.items()}
+        self._rewards = {domain: _named_apart(configs) for domain, configs in by_domain.items()}
 
     def _asking(self, service: str) -> list[str]:
         """Return the names of the rewards that take a service."""

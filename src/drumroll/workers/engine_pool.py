@@ -35,6 +35,8 @@ class EnginePool:
         self.group, self.router, self.lock, self.trained = group, router, lock, frozenset(trained)
         self.replaces, self.elsewhere, self.prepare, self.notify = replaces, elsewhere, prepare, notify
         self.lost: set[int] = set()
+        self._abandoned: set[int] = set()
+        self._preparing: int | None = None
         self._lives = [0] * group.size
         self._reasons: dict[int, str] = {}
         self._resting: list[int] = []
@@ -49,6 +51,10 @@ class EnginePool:
     def living(self) -> list[int]:
         """The engines that are there."""
         return [rank for rank in range(self.group.size) if rank not in self.lost]
+
+    def coming(self) -> bool:
+        """Whether a lost engine is still to be started again, and prepared then; one that dies while it is prepared is not."""
+        return self.replaces and bool(self.lost - self._abandoned - {self._preparing})
 
     def condemn(self, rank: int, why: str) -> None:
         """Kill and replace an unusable engine."""
@@ -118,6 +124,7 @@ class EnginePool:
                 await self._revive(rank)
             except Exception as error:
                 self.lost.add(rank)
+                self._abandoned.add(rank)
                 self.router.expect(self._name(rank), False)
                 self.notify(f"{self.group.role} rank {rank} could not be started again: {error}")
                 return
@@ -131,8 +138,12 @@ class EnginePool:
             if self._trains(devices):
                 await self.group.replace(rank, devices)
             self.lost.discard(rank)
-            if self.prepare is not None:
-                await self.prepare()
+            self._preparing = rank
+            try:
+                if self.prepare is not None:
+                    await self.prepare()
+            finally:
+                self._preparing = None
             if rank not in self.lost:
                 await self._join(rank)
 

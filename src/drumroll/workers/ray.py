@@ -40,12 +40,11 @@ from drumroll.weights.transport import End, choose
 from drumroll.workers.engine_pool import EnginePool
 from drumroll.workers.group import GRACE, Role
 from drumroll.workers.ray_group import RayGroup, RayRuntime, pool_of_cluster
+from drumroll.workers.ray_rewards import RewardPool, RewardWorker
 from drumroll.workers.ray_workers import (
     Assignment,
     EngineWorker,
     LearnerWorker,
-    RewardPool,
-    RewardWorker,
     make_batch_builder,
     make_classifier,
     make_engine_worker,
@@ -240,6 +239,8 @@ class RayWorkers(Workers):
         """Bring the actor's weights to all engines, in numbered attempts; its count of updates is their version."""
         for _ in range(1 + self.rollout.size):  # once more for each engine that may be lost on the way
             if not (ranks := self._engine_pool.living()):
+                if self._engine_pool.coming():
+                    return  # an engine that comes back receives the present weights before it gets work
                 raise NoEngines("There is no engine left to publish weights to.")
             self._attempt += 1
             if frozenset(ranks) != self._members and not await self._connect(ranks):
@@ -334,8 +335,11 @@ class RayWorkers(Workers):
         """Reward processes, spread over the machines."""
         deadline, then = self.config.cluster.call_timeout, "a new one is started, and its call is made again"
         workers = [partial(RewardWorker, objects.pack())] * size
-        group: RayGroup[RewardWorker] = RayGroup(self.runtime, Role.REWARD, workers, deadline=deadline, then=then)
-        return RewardPool(group, sys.path, lambda text: self.notify(text), self.struck)
+
+        def open_group() -> RayGroup[RewardWorker]:
+            return RayGroup(self.runtime, Role.REWARD, workers, deadline=deadline, then=then)
+
+        return RewardPool(size, open_group, sys.path, lambda text: self.notify(text), self.struck)
 
     @override
     def interrupt(self) -> None:

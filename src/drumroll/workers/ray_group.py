@@ -26,7 +26,7 @@ from drumroll.config.accelerators import FAMILIES, USUAL
 from drumroll.errors import DrumrollError, MissingExtra
 from drumroll.placement.devices import Device, DeviceSet, Kind, Pool, ranges
 from drumroll.processes import lifeline
-from drumroll.processes.rendezvous import address_of
+from drumroll.processes.network import address_of
 from drumroll.workers.group import P, R, ReplaceableGroup, Role, T, W
 from drumroll.workers.server import About, Failure, WorkerError, WorkerLost, WorkerServer, WorkerTimeout
 

@@ -1,16 +1,13 @@
-"""The workers in processes of a cluster: learners that send weights, engines that receive them, processes for rewards."""
+"""The workers in processes of a cluster: learners that send weights, engines that receive them."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from drumroll import objects
 from drumroll.config import RunConfig
 from drumroll.config.roles import LearnerRole, LoraConfig
 from drumroll.engines import Completion, Engine, ReceivesWeights, Request
@@ -19,9 +16,7 @@ from drumroll.learners.ranks import Ranks
 from drumroll.mesh import Mesh
 from drumroll.models.lora import peft_config
 from drumroll.placement.devices import Device
-from drumroll.processes.deadline import CpuTimeExceeded
 from drumroll.processes.memory import Peak, peak_gb
-from drumroll.processes.pool import KillablePool, RemoteError
 from drumroll.processes.rendezvous import Rendezvous
 from drumroll.registry import search
 from drumroll.rewards.model import Classifier
@@ -31,9 +26,7 @@ from drumroll.weights.transport import Transport, open_receiver, open_sender
 from drumroll.workers import roles
 from drumroll.workers.batch_builder import BatchBuilder
 from drumroll.workers.group import Role
-from drumroll.workers.ray_group import RayGroup
 from drumroll.workers.runtime import configure_torch, open_algorithm
-from drumroll.workers.server import WorkerLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,66 +205,3 @@ class EngineWorker:
 
     def close(self) -> None:
         self.engine.close()
-
-
-class RewardWorker:
-    """One process for rewards that can be killed, on whatever machine this actor is."""
-
-    def __init__(self, packed: Mapping[str, bytes | str] | None = None) -> None:
-        objects.unpack(packed or {})
-        self.pool: KillablePool | None = None
-
-    async def run(self, path: str, arguments: dict[str, Any], seconds: float, cpu: bool, search: list[str]) -> Any:
-        self.pool = self.pool or KillablePool(1, search)
-        return await self.pool.call(path, arguments, seconds, cpu)
-
-    async def close(self) -> None:
-        """End the process."""
-        if self.pool is not None:
-            await self.pool.close()
-
-
-class RewardPool:
-    """`KillablePool` over actors: the same calls, on the machines of a cluster."""
-
-    def __init__(
-        self,
-        group: RayGroup[RewardWorker],
-        search: list[str],
-        notify: Callable[[str], None] = lambda text: None,
-        struck: Counter[str] | None = None,
-    ) -> None:
-        self.group = group
-        self.search = search
-        self.notify = notify
-        self.restarts = 0
-        self.struck: Counter[str] = Counter() if struck is None else struck
-        self._free = list(range(group.size))
-        self._places = asyncio.Semaphore(group.size)
-
-    async def call(self, path: str, arguments: dict[str, Any], seconds: float, cpu: bool = False) -> Any:
-        """The function's result; a machine that is lost costs another try elsewhere."""
-        while True:
-            async with self._places:
-                rank = self._free.pop()
-                try:
-                    return await self.group.call(rank, RewardWorker.run, path, arguments, seconds, cpu, self.search)
-                except WorkerLost as lost:
-                    self.restarts += 1
-                    self.notify(str(lost))
-                    await self.group.replace(rank)
-                except RemoteError:
-                    raise
-                except CpuTimeExceeded:
-                    self.struck["cpu"] += 1
-                    raise
-                except BaseException as error:
-                    self.restarts += 1  # `RewardWorker` has killed the process
-                    self.struck["wall"] += isinstance(error, TimeoutError)
-                    raise
-                finally:
-                    self._free.append(rank)
-
-    async def close(self) -> None:
-        """End all processes."""
-        await self.group.close()
