@@ -25,6 +25,7 @@ BENCHMARKS = (
     BFLOAT16,
     "rollout.py",
     "train.py",
+    "pipelines.py",
     "growth.py",
     "scheduler.py",
     "weights.py",

@@ -180,6 +180,22 @@ def test_a_head_in_chunks_is_the_whole_head(family, entropy_gradient):
         assert relative(one, other) < 1e-12
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_gradient_of_log_probs_is_autograds(temperature):
+    """Log-probs without an entropy term have a backward pass of their own."""
+    found = []
+    for entropy_gradient in (False, True):
+        module, draw = make("gemma3").module, torch.Generator().manual_seed(1)
+        hidden, weights = (torch.randn(100, n, dtype=torch.float64, generator=draw) for n in (16, 1))
+        output = type(module.base_model(torch.ones(1, 1, dtype=torch.int64), layout=attention.Packed([1])))
+        head = LanguageModelHead(module, output)
+        numbers = head(hidden.requires_grad_(), torch.arange(100) % 64, temperature, entropy_gradient=entropy_gradient)
+        (numbers[0] * weights[:, 0]).sum().backward()
+        found.append([*(n.detach() for n in numbers), hidden.grad, module.get_output_embeddings().weight.grad])
+    for one, other in zip(*found, strict=True):
+        assert relative(one, other) < 1e-12
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_packed_attention_picks_what_a_mask_would(window):
     """Indices from the host pick the same as a boolean mask, which would make the host wait for a device."""

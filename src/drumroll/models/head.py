@@ -17,6 +17,7 @@ from typing_extensions import override
 from drumroll.models.distillation import Target, TeacherPass
 from drumroll.models.tensor_parallel import TensorParallel, VocabularyScore, enter_block, vocabulary_logprobs
 
+_Function: Any = torch.autograd.Function  # its methods take what each function needs
 ROWS = 1024
 """Rows of logits at a time. With more rows than this they are computed again in the backward pass."""
 
@@ -69,6 +70,8 @@ class LanguageModelHead:
 
         def chunk(some: Tensor, tokens: Tensor, *target: Tensor) -> tuple[Tensor, ...]:
             logits, parallel = self._over(some, temperature), self.parallel
+            if parallel is None and asked is None and not entropy_gradient:
+                return _ChosenScore.apply(logits, tokens)
             alone = asked is not None and asked.comparison.alone
             logits = torch.log_softmax(logits, dim=-1) if parallel is None else logits
             with torch.set_grad_enabled(torch.is_grad_enabled() and not alone):
@@ -97,7 +100,8 @@ class LanguageModelHead:
     def _over(self, hidden: Tensor, temperature: float) -> Tensor:
         """The logits over the temperature, in float32 at least."""
         logits = self.logits(hidden)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits if temperature == 1 else logits / temperature
 
     def _taught(self, hidden: Tensor, temperature: float, asked: TeacherPass, rows: int) -> Tensor:
         """[rows, width] what a student is compared with."""
@@ -105,6 +109,27 @@ class LanguageModelHead:
             return asked.hidden(hidden)
         parts = (asked.likeliest(self._over(some, temperature), self.parallel) for some in hidden.split(rows))
         return torch.cat(list(parts))
+
+
+class _ChosenScore(_Function):
+    """Log-probs of chosen tokens, and entropies without gradient, from logits.
+
+    Autograd's own formulas need twice the memory: here the log-softmax and one tensor of its size exist at a time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        distribution = torch.log_softmax(logits, dim=-1)
+        ctx.save_for_backward(distribution, chosen)
+        entropy = torch.cat([-(some.exp() * some).sum(-1) for some in distribution.split(ROWS // 16)])
+        ctx.mark_non_differentiable(entropy)
+        return distribution.gather(1, chosen[:, None])[:, 0], entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None]:
+        distribution, chosen = ctx.saved_tensors
+        gradient = distribution.exp().mul_(-grad[:, None])
+        return gradient.scatter_add_(1, chosen[:, None], grad[:, None]), None
 
 
 class LogProbModel(nn.Module):

@@ -298,13 +298,15 @@ class Learner:
     def logits(self, work: Work) -> tuple[int, int, int]:
         """The chunk of logits at its worst in the forward pass, in the backward pass, and at the product with the head.
 
-        Forward (`models/head.py`): logits in the working type, and in float32 the log-softmax, its exponential and
-        their product (the entropy). Backward: the log-softmax, its gradient and the gradient of the logits; an
-        entropy with gradients also keeps the exponential, and its gradient.
+        In both (`models/head.py`) the log-softmax in float32, and the logits or their gradient. Of tensor-parallel ranks, and
+        with an entropy that has gradients, forward also the exponential of the log-softmax and their product, backward the
+        gradient of the log-softmax; an entropy with gradients also keeps the exponential, and its gradient.
         """
         if self.how.values:
             return 0, 0, 0
         cells = min(self._tokens(work.rows), ROWS) * self.shape.vocabulary // self.parts
+        if self.parts == 1 and not work.entropy_gradient:
+            return cells * 2 * self.float, cells * 2 * self.float, cells * self.float
         backward = 3 + 2 * work.entropy_gradient
         return cells * (self.width + 3 * self.float), cells * backward * self.float, cells * self.float
 
