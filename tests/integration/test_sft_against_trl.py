@@ -109,8 +109,8 @@ def ours(name, case, folder, **changes):
     backend.optimizer.step = lambda: gradients.update(
         {own: weight.grad.clone() for own, weight in zip(backend.names, backend.master, strict=True)}
     )
-    metrics = learner.update(Update(batch, SFTLoss(), token_mean))
-    return {"loss": torch.tensor(metrics["loss"]), "tokens": batch.mask.sum(), **gradients}
+    metrics = learner.update(Update(batch, SFTLoss(), token_mean)).metrics()
+    return {"loss": torch.tensor(metrics["train/loss"]), "tokens": batch.mask.sum(), **gradients}
 
 
 @pytest.mark.parametrize("name", ROWS)

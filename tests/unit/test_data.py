@@ -143,7 +143,7 @@ def test_bad_files(tmp_path, name, text, sentence):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(DataError) as caught:
-        read("data.train.x", DatasetConfig(source=str(path)), 0)
+        list(read("data.train.x", DatasetConfig(source=str(path)), 0))
     assert sentence in str(caught.value)
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_controls import made
 from test_data import chat_renderer
@@ -36,7 +36,8 @@ SCHEMA = {
 
 
 def config_of(**changes):
-    data = DataConfig(train={"rows": DatasetConfig(source="drumroll.data.problems:demonstrations")}, max_prompt_tokens=10_000)
+    endless = DatasetConfig(source="drumroll.data.problems:demonstrations", args={"task": "sums", "flawed": 0.0})
+    data = DataConfig(train={"rows": endless}, max_prompt_tokens=10_000)
     return SFTConfig(pipeline="sft", steps=1, data=data, **{"max_tokens": 10_000, **changes})
 
 
@@ -81,6 +82,7 @@ def conversations(draw):
 
 
 @pytest.mark.parametrize("name", RENDERERS)
+@settings(max_examples=15)
 @given(conversations(), st.booleans())
 def test_every_trained_turn_follows_what_the_model_is_shown_there(name, messages, alone):
     """A slow loop renders the conversation anew for every turn, and knows no other."""
