@@ -31,7 +31,8 @@ def recipe(small):
     """A small recipe, with changes merged in."""
 
     def make(**changes):
-        made = small(pipeline="reward_model", batch=6, max_tokens=24, held_out={"pairs": rows(limit=12)}, eval={})
+        made = small(pipeline="reward_model", batch=6, max_tokens=24, held_out={"pairs": rows(limit=12)})
+        made["eval"] = {}
         made["data"]["train"] = {"sums": rows(), "reversal": rows("reversal")}
         del made["rollout"]
         made.pop("reward", None)
@@ -88,8 +89,8 @@ def test_it_learns_and_is_used_at_once(recipe, drumroll, small, tmp_path):
     assert asyncio.run(margin_of(str(run.path / "model"), recipe(held_out=both))) == pytest.approx(
         last["eval/a/margin"], abs=1e-5
     )
-    named = {"roles": {"reward_model": {"model": str(run.path)}}, "reward": "reward_model", "eval": {}}
-    assert package.train(small(name="rl", steps=1, **named)).metrics[-1]["reward/sums"] != 0
+    named = {"roles": {"reward_model": {"model": str(run.path)}}, "reward": "reward_model"}
+    assert package.train({**small(name="rl", steps=1), **named, "eval": {}}).metrics[-1]["reward/sums"] != 0
 
 
 async def margin_of(path, made):
@@ -113,8 +114,7 @@ def test_margins_move_the_loss_and_domains_have_an_accuracy_each(recipe, tmp_pat
     plain, column, scores = (
         package.train(recipe(name=str(margin), steps=100, margin=margin, **files)) for margin in (None, "column", "scores")
     )
-    assert [len(run.metrics) - 1 for run in (plain, column)] == [4, 4]  # 12 rows, twice, 6 a step
-    assert plain.metrics[-1]["data/epoch"] == 2
+    assert [line["step"] for line in plain.metrics] == [0, 1, 2, 3, 4, 4]  # 12 rows, twice, 6 a step; and the last evaluation
     assert column.metrics[0]["eval/x/loss"] > plain.metrics[0]["eval/x/loss"] + 0.5
     assert column.metrics[0]["eval/x/loss"] == scores.metrics[0]["eval/x/loss"]
     assert {"eval/x/a/accuracy", "eval/x/b/accuracy"} <= plain.metrics[0].keys()

@@ -61,6 +61,7 @@ def test_scores_are_those_of_the_exported_classifier(family, tmp_path):
     batch, source = pairs(), Matrix(tmp_path).model(family)
     learner = open_learner(source, lr=1e-3, micro_tokens=30)
     learner.update(Update(batch, RewardLoss(), unit_mean))
+    (tmp_path / "out").mkdir()
     learner.export(tmp_path / "out")
     found = learner.infer(batch)[batch.mask]
     assert found.std() > 1e-3
@@ -157,8 +158,17 @@ def test_calibration_by_hand():
 # --- ranks ---
 
 
+def with_reward(rank, function, *job):
+    """Ranks are forked early, so each gets the role when it works."""
+    ROLES["reward"] = ScoreHead("none"), None
+    return function(rank, *job)
+
+
 class Rewards(Matrix):
     """Updates of a reward model, with margins and centring and without, as every layout is given them."""
+
+    def run(self, layout, *job):
+        return super().run(layout, with_reward, *job)
 
     def works(self, family, role):
         return [
@@ -169,11 +179,9 @@ class Rewards(Matrix):
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory):
-    ROLES["reward"] = ScoreHead("none"), None
     made = Rewards(tmp_path_factory.mktemp("models"))
     yield made
     made.close()
-    del ROLES["reward"]
 
 
 @pytest.mark.parametrize("layout", ["shard 2", "tensor 2"])
