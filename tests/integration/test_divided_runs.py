@@ -92,8 +92,17 @@ def test_what_cannot_be_divided_is_refused_with_the_arithmetic(small):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_vllm_holds_a_divided_actors_weights(small, layout):
     roles = {"actor": {"parallel": LAYOUTS[layout]}, "rollout": {"backend": "vllm"}}
-    run = drumroll.train(small(cluster=TWO, model="tiny-even", roles=roles, steps=3, optim={"lr": 3e-3}, algorithm={"entropy": 1e-3}))
+    run = drumroll.train(
+        small(cluster=TWO, model="tiny-even", roles=roles, steps=3, optim={"lr": 3e-3}, algorithm={"entropy": 1e-3})
+    )
     assert [m["train/mismatch"] < 1e-4 for m in run.metrics[1:]] == [True] * 3
+
+
+@pytest.mark.slow
+def test_vllm_on_cpus_is_refused_new_weights_of_experts(small):
+    roles = {"actor": {"parallel": LAYOUTS["shard 2"]}, "rollout": {"backend": "vllm"}}
+    with pytest.raises(ConfigError, match=r"vLLM's CPU build does not take new weights of a mixture of experts \(tiny-moe\)"):
+        drumroll.train(small(cluster=TWO, model="tiny-moe", roles=roles, steps=1))
 
 
 @pytest.mark.slow
