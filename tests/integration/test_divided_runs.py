@@ -99,6 +99,13 @@ def test_vllm_holds_a_divided_actors_weights(small, layout):
 
 
 @pytest.mark.slow
+def test_vllm_on_cpus_is_refused_new_weights_of_experts(small):
+    roles = {"actor": {"parallel": LAYOUTS["shard 2"]}, "rollout": {"backend": "vllm"}}
+    with pytest.raises(ConfigError, match=r"vLLM's CPU build does not take new weights of a mixture of experts \(tiny-moe\)"):
+        drumroll.train(small(cluster=TWO, model="tiny-moe", roles=roles, steps=1))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "model"), [*((layout, "tiny-even") for layout in LAYOUTS), ("shard 2", "tiny-moe")])
 def test_a_divided_run_whose_rank_is_killed_goes_on(small, survives_a_kill, layout, model):
     recipe = divided(LAYOUTS[layout]) | {"model": model, "steps": 4, "deterministic": True}

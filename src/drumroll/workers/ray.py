@@ -23,10 +23,11 @@ from drumroll.config import RunConfig
 from drumroll.config.roles import LearnerRole
 from drumroll.engines import EngineLost
 from drumroll.engines.router import Router
-from drumroll.errors import NoEngines
+from drumroll.errors import ConfigError, NoEngines
 from drumroll.learners import Learner
 from drumroll.mesh import Mesh
 from drumroll.models.loading import load_tokenizer
+from drumroll.models.shape import find_shape
 from drumroll.placement.devices import Device, DeviceSet, Kind, Layout
 from drumroll.placement.layout import arrange, joins, pool_of, threads_of
 from drumroll.processes import accelerator
@@ -227,8 +228,17 @@ class RayWorkers(Workers):
     @override
     async def publish(self, version: Version) -> None:
         if self.rollout.size:
+            self._check_experts()
             async with self._device_lock:
                 await self._send()
+
+    def _check_experts(self) -> None:
+        """Refuse to publish a mixture of experts to vLLM on CPUs: measured, it generates nonsense after its first reload."""
+        model, on_cpu = self.config.role_model("actor"), self._engines.device_sets[0][0].kind is Kind.CPU
+        if on_cpu and self.config.roles.rollout.backend == "vllm" and (shape := find_shape(model)) and shape.experts:
+            raise ConfigError(
+                f"roles.rollout.backend: vLLM's CPU build does not take new weights of a mixture of experts ({model}); use native."
+            )
 
     async def _renew(self) -> None:
         """Bring the weights to an engine that has come back; its new process is not connected yet."""
