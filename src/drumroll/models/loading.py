@@ -109,7 +109,7 @@ def learn_padding(module: Any) -> None:
 
 def name_padding(model: LoadedModel) -> None:
     """Make tokenizer, config and generation config name one token to pad with: a known one, else the end of sequence."""
-    tokenizer, generation = model.tokenizer, model.module.generation_config
+    tokenizer, generation = model.tokenizer, getattr(model.module, "generation_config", None)  # classifiers have none
     config = model.module.config.get_text_config()
     known = (tokenizer.pad_token_id, getattr(config, "pad_token_id", None), tokenizer.eos_token_id)
     token = next((token for token in known if token is not None and 0 <= token < config.vocab_size), None)
