@@ -9,11 +9,11 @@ from forked import FORKED
 from drumroll.errors import ConfigError
 from drumroll.learners.ranks import Ranks
 from drumroll.mesh import Mesh
+from drumroll.processes.network import address_of
 from drumroll.processes.rendezvous import (
     LOOPBACK,
     MeetingError,
     Rendezvous,
-    address_of,
     find_store,
     open_store,
     steer_collectives,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_controls import made
 from test_data import chat_renderer
-from test_thinking import DROPS, KEEPS, OPENS, SINCE
+from thinking_templates import DROPS, KEEPS, OPENS, SINCE
 
 from drumroll.config import SFTConfig
 from drumroll.config.data import DataConfig, DatasetConfig
