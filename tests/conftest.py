@@ -7,13 +7,16 @@ import copy
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import settings
 
 ROOT = Path(__file__).parent.parent
@@ -100,6 +103,73 @@ def untimed() -> Callable[[Any], str]:
     """A run's metrics without timings and memory, as text to be compared."""
     timed = ("time/", "memory/", "rollout/tokens_per_s")
     return lambda run: json.dumps([{k: v for k, v in m.items() if not k.startswith(timed)} for m in run.metrics])
+
+
+@pytest.fixture
+def same_run(untimed: Callable[[Any], str]) -> Callable[[Any, Any], None]:
+    """Check that two deterministic runs are one: their metrics, their models and what else a pipeline leaves."""
+
+    def check(one: Any, other: Any) -> None:
+        assert untimed(one) == untimed(other)
+        for name in ("model/model.safetensors", "calibration.json", "reference.safetensors"):
+            found = [(run.path / name).read_bytes() if (run.path / name).exists() else None for run in (one, other)]
+            assert found[0] == found[1], name
+
+    return check
+
+
+@pytest.fixture
+def same_after_a_crash(same_run: Callable[[Any, Any], None]) -> Callable[[dict[str, Any]], tuple[Any, list[str]]]:
+    """Train a recipe, and again through a crash in its third commit: both are the same. Returns the run, and what was told."""
+    import drumroll
+    from drumroll.observe.progress import Quiet
+
+    class Crash(Quiet):
+        def __init__(self) -> None:
+            self.heard = list[str]()
+
+        def notice(self, text: str) -> None:
+            self.heard.append(text)
+
+        def committed(self, step: int, metrics: Any) -> None:
+            if step == 3:
+                raise MemoryError
+
+    def check(recipe: dict[str, Any]) -> tuple[Any, list[str]]:
+        whole, crash = drumroll.train({**recipe, "name": "whole"}), Crash()
+        with pytest.raises(MemoryError):
+            drumroll.train({**recipe, "name": "cut"}, progress=crash)
+        same_run(drumroll.train(resume=whole.path.parent / "cut"), whole)
+        return whole, crash.heard
+
+    return check
+
+
+@pytest.fixture
+def same_after_a_signal(same_run: Callable[[Any, Any], None], tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
+    """Train a recipe, and again in a real process that gets a signal at an arbitrary moment: both are the same. Returns both."""
+    import drumroll
+
+    def check(recipe: dict[str, Any], number: signal.Signals = signal.SIGKILL) -> tuple[Any, Any]:
+        recipe = {"checkpoint": {"every": 2}, **recipe, "deterministic": True}
+        whole = drumroll.train({**recipe, "name": "whole"})
+        path, cut = tmp_path / "recipe.yaml", whole.path.parent / "cut"
+        path.write_text(yaml.safe_dump({**recipe, "name": "cut"}, sort_keys=False))
+        command = [sys.executable, "-m", "drumroll", "train", str(path), "--quiet"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        metrics, deadline = cut / "metrics.jsonl", time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") > 4):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        assert not (cut / "summary.json").exists()
+        resumed = drumroll.train(resume=cut)
+        same_run(resumed, whole)
+        return whole, resumed
+
+    return check
 
 
 @pytest.fixture

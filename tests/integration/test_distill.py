@@ -14,7 +14,6 @@ from drumroll.config import check, load
 from drumroll.config.algorithm import AlgorithmConfig
 from drumroll.errors import ConfigError
 from drumroll.learners import Update
-from drumroll.observe.progress import Quiet
 from drumroll.workers.roles import open_learner
 
 ROOT = Path(__file__).parents[2]
@@ -40,17 +39,6 @@ def distill(small):
     return make
 
 
-class Crash(Quiet):
-    """Fails when a step is committed, as if the process had been killed then."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def committed(self, step, metrics):
-        if step == self.step:
-            raise MemoryError
-
-
 CHANGES = {
     "distill": {"divergence": {"use": "jsd", "over": "all"}, "on_policy": 0.5, "sft": 0.1},
     "rl": {
@@ -64,22 +52,25 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("pipeline", CHANGES)
-def test_a_run_that_was_killed_goes_on_byte_for_byte(distill, untimed, pipeline):
-    changes = {"steps": 4, "checkpoint": {"every": 2}, "eval": {"sets": {}}, **CHANGES[pipeline]}
-    if pipeline == "rl":
-        changes["roles"] = {"teacher": {"model": "tiny"}}
+@pytest.fixture(params=CHANGES)
+def either(request, distill):
+    """A recipe of distillation as a pipeline, or as a term of RL."""
+    changes = CHANGES[request.param] | {"eval": {"sets": {}}, "roles": {"teacher": {"model": "tiny"}}}
     made = distill(**changes)
-    if pipeline == "rl":
+    if request.param == "rl":
         del made["batch"]
-    whole = drumroll.train({**made, "name": "whole"})
-    with pytest.raises(MemoryError):
-        drumroll.train({**made, "name": "cut"}, progress=Crash(3))
-    resumed = drumroll.train(resume=whole.path.parent / "cut")
-    assert untimed(resumed) == untimed(whole)
-    assert (resumed.path / "model/model.safetensors").read_bytes() == (whole.path / "model/model.safetensors").read_bytes()
+    return made
+
+
+def test_a_crashed_run_goes_on_as_if_nothing_had_happened(either, same_after_a_crash):
+    whole, _ = same_after_a_crash({**either, "steps": 4, "checkpoint": {"every": 2}})
     assert all("train/divergence" in m for m in whole.metrics[1:])
     assert "train/nll" in whole.metrics[1]
+
+
+@pytest.mark.slow
+def test_a_killed_run_equals_its_uninterrupted_twin(either, same_after_a_signal):
+    same_after_a_signal({**either, "steps": 12})
 
 
 def test_the_student_approaches_its_teacher(distill):

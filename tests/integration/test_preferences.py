@@ -1,10 +1,6 @@
 """Whole runs on preferences: every loss and reference, crash and resume, pairs from a run, the dry run."""
 
 import math
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from drumroll.data.preferences import Preferences
 from drumroll.data.render import Renderer
 from drumroll.errors import ConfigError, DrumrollError, StoreError
 from drumroll.models import tiny
-from drumroll.observe.progress import Quiet
 
 SUMS = "drumroll.data.problems:sums"
 
@@ -41,52 +36,26 @@ def recipe(small):
     return make
 
 
-class Crash(Quiet):
-    """Ends a run in the middle of its third commit."""
-
-    def committed(self, step, metrics):
-        if step == 3:
-            raise RuntimeError("the power is gone")
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"sft": 0.1}, {"loss": "kto", "reference": "precomputed"}],
     ids=["role", "kto, precomputed"],
 )
-def test_a_crashed_run_goes_on_as_if_nothing_had_happened(recipe, untimed, changes, tmp_path):
-    common = {"deterministic": True, "steps": 4, "checkpoint": {"every": 1}, "eval": {"every": 1}, **changes}
-    whole = package.train(recipe(name="whole", **common))
-    with pytest.raises(RuntimeError, match="the power is gone"):
-        package.train(recipe(name="cut", **common), progress=Crash())
-    resumed = package.train(resume=tmp_path / "runs/cut")
-    assert untimed(resumed) == untimed(whole)
-    exported = [(run.path / "model/model.safetensors").read_bytes() for run in (resumed, whole)]
-    assert exported[0] == exported[1]
+def test_a_crashed_run_goes_on_as_if_nothing_had_happened(recipe, same_after_a_crash, changes):
+    common = {"deterministic": True, "steps": 4, "checkpoint": {"every": 1}, "eval": {"every": 1}}
+    whole, _ = same_after_a_crash(recipe(**common, **changes))
     if "reference" in changes:
-        assert (whole.path / "reference.safetensors").read_bytes() == (resumed.path / "reference.safetensors").read_bytes()
         with pytest.raises(StoreError, match="set reference: role"):
             package.train(resume=whole.path, overrides=["steps=6"])
-        (resumed.path / "reference.safetensors").unlink()
+        (whole.path / "reference.safetensors").unlink()
         with pytest.raises(StoreError, match="is missing"):
-            package.train(resume=resumed.path, overrides=["steps=6"])
+            package.train(resume=whole.path, overrides=["steps=6"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
-def test_a_killed_run_equals_its_uninterrupted_twin(recipe, untimed, loss, tmp_path):
-    common = {"deterministic": True, "steps": 12, "checkpoint": {"every": 2}, "loss": loss}
-    whole = package.train(recipe(name="whole", **common))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe(name="twin", **common), sort_keys=False))
-    process = subprocess.Popen([sys.executable, "-m", "drumroll", "train", str(path), "--quiet"])
-    metrics, deadline = tmp_path / "runs/twin/metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") > 4):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
-    assert untimed(package.train(resume=tmp_path / "runs/twin")) == untimed(whole)
+def test_a_killed_run_equals_its_uninterrupted_twin(recipe, same_after_a_signal, loss):
+    same_after_a_signal(recipe(steps=40, loss=loss))
 
 
 def test_the_reference_is_the_same_wherever_it_comes_from(recipe):

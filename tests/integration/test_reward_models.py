@@ -17,7 +17,6 @@ from drumroll.data.preferences import held_out
 from drumroll.data.render import Renderer
 from drumroll.errors import ConfigError
 from drumroll.models import tiny
-from drumroll.observe.progress import Quiet
 from drumroll.rewards.model import Classifier, RewardModel
 from drumroll.workers.group import LocalGroup, Role
 
@@ -43,23 +42,15 @@ def recipe(small):
     return make
 
 
-class Crash(Quiet):
-    """Ends a run in the middle of its third commit."""
-
-    def committed(self, step, metrics):
-        if step == 3:
-            raise RuntimeError("the power is gone")
+def test_a_crashed_run_goes_on_as_if_nothing_had_happened(recipe, same_after_a_crash):
+    changes = {"deterministic": True, "steps": 4, "checkpoint": {"every": 1}, "eval": {"every": 1}, "center": 0.01}
+    whole, _ = same_after_a_crash(recipe(**changes))
+    assert (whole.path / "calibration.json").exists()
 
 
-def test_a_crashed_run_goes_on_as_if_nothing_had_happened(recipe, untimed, tmp_path):
-    common = {"deterministic": True, "steps": 4, "checkpoint": {"every": 1}, "eval": {"every": 1}, "center": 0.01}
-    whole = package.train(recipe(name="whole", **common))
-    with pytest.raises(RuntimeError, match="the power is gone"):
-        package.train(recipe(name="cut", **common), progress=Crash())
-    resumed = package.train(resume=tmp_path / "runs/cut")
-    assert untimed(resumed) == untimed(whole)
-    for name in ("model/model.safetensors", "calibration.json"):
-        assert (resumed.path / name).read_bytes() == (whole.path / name).read_bytes()
+@pytest.mark.slow
+def test_a_killed_run_equals_its_uninterrupted_twin(recipe, same_after_a_signal):
+    same_after_a_signal(recipe(steps=40))
 
 
 def test_it_learns_and_is_used_at_once(recipe, drumroll, small, tmp_path):

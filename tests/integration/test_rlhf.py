@@ -52,6 +52,11 @@ def test_ppo_by_a_reward_model_resumes_as_if_it_had_not_stopped(rlhf, untimed):
     assert state["squares"] == pytest.approx(sum((reward - mean) ** 2 for reward in rewards))
 
 
+@pytest.mark.slow
+def test_a_killed_run_of_ppo_by_a_reward_model_equals_its_uninterrupted_twin(rlhf, same_after_a_signal):
+    same_after_a_signal(rlhf(steps=12))
+
+
 def test_a_critic_that_starts_from_a_reward_model_values_texts_as_it_scores_them(rlhf):
     from transformers import AutoModelForSequenceClassification
 

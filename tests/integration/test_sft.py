@@ -11,21 +11,6 @@ from drumroll.data.demonstrations import Demonstrations
 from drumroll.data.render import Renderer
 from drumroll.errors import DrumrollError
 from drumroll.models import tiny
-from drumroll.observe.progress import Quiet
-
-
-class Crash(Quiet):
-    """Ends a run in the middle of its third commit."""
-
-    def __init__(self):
-        self.heard = []
-
-    def notice(self, text):
-        self.heard.append(text)
-
-    def committed(self, step, metrics):
-        if step == 3:
-            raise RuntimeError("the power is gone")
 
 
 @pytest.fixture
@@ -39,27 +24,28 @@ def recipe(small):
     return make
 
 
-def test_a_crashed_run_on_given_rows_goes_on_as_if_nothing_had_happened(recipe, untimed, tmp_path):
+def test_a_crashed_run_on_given_rows_goes_on_as_if_nothing_had_happened(recipe, same_after_a_crash, tmp_path):
     """Each row is trained as often as epochs say: 9 of 11 rows twice are 18, in batches of 4."""
     rows = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(11)]
     rows[3]["completion"], rows[7]["completion"] = ["nothing"], "9" * 60
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"checkpoint": {"every": 1}, "max_tokens": 32, "overlong": "drop"}
-    whole = package.train(recipe({"source": str(path)}, name="whole", **changes))
-    crash = Crash()
-    with pytest.raises(RuntimeError, match="the power is gone"):
-        package.train(recipe({"source": str(path)}, name="cut", **changes), progress=crash)
-    resumed = package.train(resume=tmp_path / "runs/cut")
-    assert untimed(resumed) == untimed(whole)
-    exported = [(run.path / "model/model.safetensors").read_bytes() for run in (resumed, whole)]
-    assert exported[0] == exported[1]
+    whole, heard = same_after_a_crash(recipe({"source": str(path)}, checkpoint={"every": 1}, max_tokens=32, overlong="drop"))
     assert whole.summary["steps"] == 5
     facts = {"data/epoch": 2.0, "data/dropped/bad": 2.0, "data/dropped/long": 2.0}
     last = [row for row in whole.metrics if "data/epoch" in row][-1]
     assert {k: v for k, v in last.items() if k.startswith("data/")} == facts
-    places = [text.partition(" is dropped, because ")[0] for text in crash.heard if "is dropped" in text]
+    places = [text.partition(" is dropped, because ")[0] for text in heard if "is dropped" in text]
     assert sorted(places) == [f"data.train.x: {path}:{line}" for line in (4, 8)]
+
+
+@pytest.mark.slow
+def test_a_killed_run_equals_its_uninterrupted_twin(recipe, same_after_a_signal):
+    """Eighty rows, four times each, in batches of 8."""
+    rows = {"source": "drumroll.data.problems:demonstrations", "args": {"task": "sums", "flawed": 0.5}, "limit": 80}
+    whole, _ = same_after_a_signal({**recipe(rows, batch=8, steps=99), "data": {"train": {"x": rows}, "epochs": 4}})
+    epochs = [row["data/epoch"] for row in whole.metrics if "data/epoch" in row]
+    assert (whole.summary["steps"], epochs[-1]) == (40, 4.0)
 
 
 def test_the_best_samples_of_a_run_are_imitated_by_their_tokens(small, recipe, drumroll, tmp_path):

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -65,32 +64,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(small, pipeline, untimed):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
-def test_an_interrupted_or_killed_run_equals_its_uninterrupted_twin(small, tmp_path, number, untimed):
-    """A real process, a real signal at an arbitrary moment; resumed, it is the same run to the last byte."""
-    changes = {
-        "deterministic": True,
-        "steps": 12,
-        "checkpoint": {"every": 2},
-        "rollout": {"filter": "zero_variance", "oversample": 2},
-    }
-    whole = drumroll.train(small(name="whole", **changes))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(small(name="twin", **changes), sort_keys=False))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "drumroll", "train", str(path), "--quiet"], stderr=subprocess.PIPE, text=True
-    )
-    metrics, deadline = tmp_path / "runs/twin/metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") > 4):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(number)
-    process.communicate(timeout=30)
-    assert not (tmp_path / "runs/twin/summary.json").exists()
-    twin = drumroll.train(resume=tmp_path / "runs/twin")
-    assert untimed(twin) == untimed(whole)
-    trained = [
-        [(s["id"].partition("~")[0], s["traces"]) for s in run.samples if s["fate"] == "trained"] for run in (twin, whole)
-    ]
+def test_an_interrupted_or_killed_run_equals_its_uninterrupted_twin(small, number, same_after_a_signal):
+    """Resumed, it is the same run to the last byte."""
+    runs = same_after_a_signal(small(steps=12, rollout={"filter": "zero_variance", "oversample": 2}), number)
+    trained = [[(s["id"].partition("~")[0], s["traces"]) for s in run.samples if s["fate"] == "trained"] for run in runs]
     assert trained[0] == trained[1]
 
 
