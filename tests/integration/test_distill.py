@@ -8,7 +8,7 @@ from test_batch import random_groups
 
 import drumroll
 from drumroll.algorithms.aggregations import Shares, token_mean
-from drumroll.algorithms.losses import PolicyLoss, SFTLoss
+from drumroll.algorithms.losses import DistillLoss, PolicyLoss, SFTLoss
 from drumroll.batch import join, pack
 from drumroll.config import check, load
 from drumroll.config.algorithm import AlgorithmConfig
@@ -73,6 +73,11 @@ def test_a_killed_run_equals_its_uninterrupted_twin(either, same_after_a_signal)
     same_after_a_signal({**either, "steps": 12})
 
 
+@pytest.mark.slow
+def test_a_divided_run_on_ray_trains_as_one_process(distill, same_on_two_ranks):
+    same_on_two_ranks(distill(on_policy=0.0, deterministic=False, held_out={"sums": ROWS | {"limit": 11}}, eval={"sets": {}}))
+
+
 def test_the_student_approaches_its_teacher(distill):
     forward = {"use": "forward", "over": "all"}
     run = drumroll.train(distill(steps=8, optim={"lr": 3e-3}, divergence=forward, on_policy=0, eval={"sets": {}}))
@@ -100,7 +105,7 @@ def test_each_domain_has_its_teacher_and_its_weight(distill):
     assert not torch.equal(first, second)
     role = check(distill(roles={"teacher": teachers})).roles.teacher
     assert [(role.number(name), role.weight(name)) for name in names] == [(0, 1.0), (1, 0.5), (-1, 0.0)]
-    run = drumroll.train(distill(steps=2, roles={"teacher": teachers}, divergence={"over": "all"}, on_policy=0.5))
+    run = drumroll.train(distill(steps=2, roles={"teacher": teachers}, on_policy=0.5))
     assert all("train/divergence" in m for m in run.metrics[1:])
 
 
@@ -111,6 +116,46 @@ def gradient(config, batch, loss, aggregate):
     learner.backend.clip = lambda limit: found.append([m.grad.clone() for m in learner.backend.master]) or clip(limit)
     learner.update(Update(batch, loss, aggregate))
     return torch.cat([part.flatten() for part in found[0]])
+
+
+def test_the_weights_of_teachers_and_of_the_term_are_factors_of_the_gradient(distill):
+    """In distillation, and in RL, where samples without advantage leave the teacher's term alone."""
+    over = {"use": "forward", "over": "top_k", "top_k": 3}
+    batch = pack(random_groups(4, 2, seed=1))
+    batch = batch.with_(tokens=batch.tokens % 90 + 3, advantages=torch.zeros(len(batch.tokens)))
+    batch.domains = tuple(("sums", "reversal")[int(group) % 2] for group in batch.group_of)
+    teacher = open_learner(check(distill(divergence=over)), "teacher")
+    batch = batch.with_(teacher=teacher.infer(batch, 1.0))
+
+    def of(sums, reversal, loss=None):
+        domains = {"sums": {"model": "tiny", "weight": sums}, "reversal": {"model": "tiny", "weight": reversal}}
+        config = check(distill(roles={"teacher": {"model": None, "domains": domains}}, divergence=over))
+        return gradient(config, batch, loss or DistillLoss(config.divergence, own=True), token_mean)
+
+    first, second = of(1.0, 0.0), of(0.0, 1.0)
+    assert min(first.norm(), second.norm(), (first - second).norm()) > 1e-3
+    assert torch.allclose(of(0.8, 0.3), 0.8 * first + 0.3 * second, rtol=1e-3, atol=1e-6)
+    algorithm = AlgorithmConfig(loss="pg", aggregation="token_mean", teacher=0.25, divergence=over)
+    assert torch.allclose(of(0.8, 0.3, PolicyLoss(algorithm)), 0.2 * first + 0.075 * second, rtol=1e-3, atol=1e-6)
+
+
+def test_demonstrations_wait_until_the_policy_learns(distill, small):
+    """Eight rows once, in batches of four: the critic's first two steps take none."""
+    rows = {"train": {"sums": {**ROWS, "limit": 8}}, "epochs": 1}
+    recipe = small(
+        steps=4,
+        algorithm={"preset": "ppo", "critic_first": 2, "sft": 0.1},
+        demonstrations={"data": rows, "batch": 4},
+        eval={"sets": {}},
+    )
+    run = drumroll.train(recipe)
+    assert ["train/nll" in line for line in run.metrics] == [False, False, False, True, True]
+
+
+def test_the_whole_vocabulary_is_the_default_whichever_divergence_is_named(distill):
+    for named in ("reverse", {"use": "jsd"}, {"use": "jsd", "beta": 0.3}):
+        assert check(distill(divergence=named)).divergence.over == "all"
+    assert AlgorithmConfig(divergence={"use": "jsd"}).divergence.over == "sampled"
 
 
 def test_demonstrations_add_their_likelihood_to_the_gradient_of_rl(distill):
@@ -139,7 +184,9 @@ def test_an_earlier_run_teaches_its_student(distill, tmp_path):
         ({"reward": {}}, "reward is missing: eval.sets are scored by it"),
         ({"sft": 0.5}, "sft: 0.5 imitates given answers, and on_policy: 1 has none; set on_policy below 1"),
         ({"divergence": "revrse"}, "divergence.use: 'revrse' is not known; choose one of forward"),
-        ({"divergence": {"use": "jsd", "beta": 1}}, "divergence.beta"),
+        ({"divergence": {"use": "jsd", "beta": 1}}, "divergence: beta: 1 compares with one side alone; set use: reverse"),
+        ({"divergence": {"top_k": 5}}, "divergence: top_k: 5 belongs to over: top_k, but over is all"),
+        ({"divergence": {"over": "sampled"}, "on_policy": 0.5}, "over: sampled estimates reverse on tokens that the student drew"),
         ({"roles": {"teacher": {"model": "WIDER"}}}, "has other tokens than the actor"),
         ({"model": "WIDER", "roles": {"teacher": {"model": "SAME"}}}, "has 99 logits, fewer than the 120 of"),
     ],

@@ -104,7 +104,7 @@ def buckets(p, q, over, count):
 )
 @settings(max_examples=12)
 def test_each_divergence_is_its_formula_and_its_gradient_that_of_whole_logits(name, over, seed, count, beta, skew):
-    config = DivergenceConfig(use=name, over=over, top_k=count, beta=beta, skew=skew)
+    config = DivergenceConfig(use=name, over=over, beta=beta, skew=skew, **({"top_k": count} if over == "top_k" else {}))
     student, head, teacher, other = models(seed)
     rows = taught(teacher, other, over, count)
     chosen = torch.arange(TOKENS)
@@ -163,7 +163,7 @@ def test_a_few_tokens_and_the_rest_make_one(seed, count):
 def test_all_logits_never_exist_at_once(over, alone):
     """In the teacher's pass and in the student's update, backward pass included."""
     tokens, vocabulary = 4096, 512
-    config = DivergenceConfig(use="jsd", over=over, top_k=8)
+    config = DivergenceConfig(use="jsd", over=over, **({"top_k": 8} if over == "top_k" else {}))
     student, head, teacher, other = models(0, tokens, vocabulary, torch.float32)
     every = tokens * vocabulary * 4
 

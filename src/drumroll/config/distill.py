@@ -8,13 +8,16 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from drumroll.config.data import DataConfig, DatasetConfig
-from drumroll.config.divergence import DivergenceConfig
+from drumroll.config.divergence import DivergenceConfig, WholeDivergence
 from drumroll.config.eval import HeldOutConfig
 from drumroll.config.reward import ALL_DOMAINS, RewardConfig
 from drumroll.config.rollout import RolloutConfig
 from drumroll.config.run import RunConfig
 from drumroll.config.section import Section
 from drumroll.config.sft import SFTConfig
+
+STUDENTS = ("reverse", "jsd", "skew_reverse")
+"""Divergences with a term that weighs tokens by the student's distribution."""
 
 
 class DemonstrationsConfig(Section):
@@ -33,7 +36,7 @@ class DistillConfig(RunConfig):
 
     pipeline: str = "distill"
     """`rl` trains on the model's own scored samples; `sft` imitates given answers; `dpo` learns from preferences; `reward_model` learns to score answers from preferences; `distill` follows a teacher; `module:NAME` is a pipeline of your own."""
-    divergence: DivergenceConfig = DivergenceConfig(over="all")
+    divergence: WholeDivergence = WholeDivergence()
     """Which divergence from the teacher (`roles.teacher`) is made small, over which tokens."""
     on_policy: float = Field(1.0, ge=0, le=1)
     """Share of the steps that train on the policy's own samples, which need no answers; the others train on the rows' answers."""
@@ -107,6 +110,11 @@ class DistillConfig(RunConfig):
     def _parts_fit(self) -> Self:
         if not self.roles.teacher.models():
             raise ValueError("pipeline: distill needs a model to learn from: name one under roles.teacher.model")
+        if self.on_policy < 1 and self.divergence.over == "sampled" and self.divergence.use in STUDENTS:
+            raise ValueError(
+                f"divergence.over: sampled estimates {self.divergence.use} on tokens that the student drew, and with on_policy: "
+                f"{self.on_policy:g} it trains on given answers too; set over: all or top_k, or use: forward"
+            )
         if self.eval.sets and not super().rewards():
             raise ValueError("reward is missing: eval.sets are scored by it, for example reward: exact")
         if self.sft and self.on_policy == 1:
@@ -121,5 +129,6 @@ class DistillConfig(RunConfig):
 
 def demonstrations(config: RunConfig, section: DemonstrationsConfig | DistillConfig) -> SFTConfig:
     """The rows of a section as supervised training reads them."""
-    own = {name: getattr(section, name) for name in ("data", "batch", "max_tokens", "held_out") if hasattr(section, name)}
+    own = {name: getattr(section, name) for name in ("batch", "max_tokens", "held_out") if hasattr(section, name)}
+    own["data"] = section.data.model_copy(update={"template": config.data.template | section.data.template})
     return SFTConfig(name=config.name, model=config.model, steps=config.steps, seed=config.seed, **own)

@@ -58,8 +58,9 @@ async def train(session: Session, config: RLConfig, parts: Parts) -> None:
                     metrics |= found
 
                 async with session.stage("train"):
-                    given = None if rows is None or (drawn := rows.batch()) is None else workers.batch_builder.put(drawn)
                     idle = session.step < config.algorithm.critic_first
+                    drawn = None if rows is None or idle else rows.batch()
+                    given = None if drawn is None else workers.batch_builder.put(drawn)
                     metrics |= await update(workers, batch, temperature, idle=idle, demonstrations=given)
 
             async with session.stage("publish"):
