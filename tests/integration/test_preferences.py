@@ -1,17 +1,21 @@
 """Whole runs on preferences: every loss and reference, crash and resume, pairs from a run, the dry run."""
 
+import json
 import math
+from statistics import mean
 
 import pytest
 import torch
+import transformers as hf
 import yaml
 
 import drumroll as package
 from drumroll.config import load
-from drumroll.data.preferences import Preferences
+from drumroll.data.preferences import Preferences, held_out, mismatched
 from drumroll.data.render import Renderer
 from drumroll.errors import ConfigError, DrumrollError, StoreError
 from drumroll.models import tiny
+from drumroll.sample import Owner
 
 SUMS = "drumroll.data.problems:sums"
 
@@ -124,6 +128,40 @@ def test_pairs_of_a_run_are_the_best_against_the_worst_of_each_group(small, reci
         package.train(recipe(name="x", data={"train": {"x": {"source": str(empty.path)}}}))
 
 
+def test_the_held_out_loss_of_kto_is_that_of_a_slow_loop(recipe, tmp_path):
+    """Row after row by transformers, with the KL on the answers of the rows before, which the policy has learned to give anywhere."""
+    path, answers = tmp_path / "rated.jsonl", ("xx", "xxx", "y")
+    lines = [{"prompt": f"{i}+1=", "completion": answers[i % 3], "label": i % 3 < 2} for i in range(11)]
+    lines.append({"prompt": "9+9=", "chosen": "xx", "rejected": "yy"})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    files = {"data": {"train": {"x": {"source": str(path)}}}, "held_out": {"pairs": {"source": str(path)}}}
+    made = recipe(loss="kto", steps=3, optim={"lr": 3e-3}, **files)
+    run = package.train(made)
+    policy, reference = (
+        hf.AutoModelForCausalLM.from_pretrained(p, dtype="float32") for p in (run.model_path, tiny.SHIPPED["tiny"])
+    )
+
+    @torch.no_grad()
+    def ratio(sample):
+        trace = sample.traces[0]
+        tokens, own = torch.tensor(trace.tokens), torch.tensor([owner is Owner.POLICY for owner in trace.owners[1:]])
+        now, before = (
+            model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[own].sum()
+            for model in (policy, reference)
+        )
+        return float(now - before)
+
+    config = load(made).config
+    groups = held_out(config, Renderer(tiny.tokenizer()))["pairs"].groups
+    kl = mean(ratio(sample) for group in mismatched(groups, config.max_tokens) for sample in group.samples)
+    gaps = [(ratio(sample) - kl) * (1 if sample.reward else -1) for group in groups for sample in group.samples]
+    loss = mean(1 - 1 / (1 + math.exp(-config.beta * gap)) for gap in gaps)
+    assert kl > 0.1
+    assert run.metrics[-1]["eval/pairs/loss"] == pytest.approx(loss, abs=1e-4)
+    assert run.metrics[-1]["eval/pairs/accuracy"] == pytest.approx(mean(gap > 0 for gap in gaps))
+    assert max(line.get("train/kl_reference", 0.0) for line in run.metrics) > 0
+
+
 def test_the_dry_run_shows_a_pair_with_its_trained_tokens(recipe, drumroll, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe()))
@@ -142,18 +180,6 @@ def test_the_dry_run_shows_a_pair_with_its_trained_tokens(recipe, drumroll, tmp_
 
 
 @pytest.mark.slow
-def test_a_divided_run_on_ray_trains_as_one_process(recipe, ray_cluster):
-    import ray
-
-    common = {"model": "tiny-even", "threads": 1, "optim": {"lr": 1e-4}, "loss": "kto"}
-    alone = package.train(recipe(name="alone", **common))
-    ray.init(ray_cluster.address, log_to_driver=False, logging_level="ERROR")
-    try:
-        cluster = {"runtime": "ray", "devices": 2, "kind": "cpu", "threads": 1}
-        run = package.train(recipe(cluster=cluster, roles={"actor": {"parallel": {"shard": 2}}}, **common))
-    finally:
-        ray.shutdown()
-    for mine, theirs in zip(run.metrics, alone.metrics, strict=True):
-        for key in (key for key in theirs if key.startswith(("train/", "eval/"))):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key
-    assert torch.isfinite(torch.tensor(run.metrics[-1]["train/loss"]))
+def test_a_divided_run_on_ray_trains_as_one_process(recipe, same_on_two_ranks):
+    run, _ = same_on_two_ranks(recipe(loss="kto"))
+    assert math.isfinite(run.metrics[-1]["train/loss"])

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from drumroll.batch import Batch
 from drumroll.config import PreferenceConfig, load
 from drumroll.config.data import DatasetConfig
 from drumroll.config.preferences import PreferenceTerms
+from drumroll.data.drawing import Dropped
 from drumroll.data.layouts import arrange
 from drumroll.data.marking import marked
 from drumroll.data.preferences import PreferenceReader, Preferences, held_out, mismatched, packed
@@ -26,6 +28,7 @@ from drumroll.data.render import Renderer
 from drumroll.data.source import Reader, no_columns
 from drumroll.errors import BadRow, ConfigError, DataError, StoreError
 from drumroll.models import tiny
+from drumroll.pipelines import find_pipeline
 from drumroll.runfiles.reference import ReferenceLogprobs
 from drumroll.sample import Owner, Trace
 
@@ -101,10 +104,17 @@ def test_losses_are_those_of_a_slow_loop(name, answers, order):
     sizes = torch.bincount(tokens.unit)[tokens.unit]
     assert (per_token / sizes / tokens.units).sum().item() == pytest.approx(slow(config, answers), rel=1e-9, abs=1e-12)
     assert found["logprob_chosen"].mean().item() == pytest.approx(sum(sum(c[0]) for c, _ in answers) / len(answers))
+    if config.loss == "kto":
+        gains = [sum(n) - sum(b) for both in answers for n, b in both]
+        expected = [(gain > KL) == (side % 2 == 0) for side, gain in enumerate(gains)]
+        assert sorted(found["accuracy"].tolist()) == sorted(expected)
+        assert found["reward_chosen"].sum().item() == pytest.approx(config.beta * sum(gains[::2]))
+        assert found["reward_rejected"].sum().item() == pytest.approx(config.beta * sum(gains[1::2]))
     if config.takes_pairs():
         rewards = [(sum(n) - sum(b)) if config.takes_reference() else sum(n) / len(n) for both in answers for n, b in both]
         right = [a > b for a, b in zip(rewards[::2], rewards[1::2], strict=True)]
         assert found["accuracy"].tolist() == right
+        assert found["reward_chosen"].tolist() == pytest.approx([config.beta * reward for reward in rewards[::2]])
         assert torch.allclose(found["margin"], found["reward_chosen"] - found["reward_rejected"])
 
 
@@ -216,6 +226,38 @@ def test_columns_that_are_named_otherwise_are_chosen_in_the_recipe():
     assert shown(row, Renderer(tiny.tokenizer()), dataset=columns)[0].startswith("<bos>hi[t][h][e]")
 
 
+def test_an_answer_without_a_score_is_left_out_and_answers_of_one_score_are_dropped():
+    def row(*scores):
+        answers = [{"response": f"answer {i}", "overall_score": score} for i, score in enumerate(scores)]
+        return {"instruction": "hi", "completions": answers}
+
+    chosen, rejected = shown(row("N/A", 2, None, "7.5", float("nan")), Renderer(tiny.tokenizer()))
+    assert [text.replace("[", "").replace("]", "") for text in (chosen, rejected)] == [
+        f"<bos>hianswer {i}<eos>" for i in (3, 1)
+    ]
+    with pytest.raises(Dropped, match="equal"):
+        shown(row(5, 5, 5), Renderer(tiny.tokenizer()))
+
+
+@pytest.mark.parametrize("end", ["", "\n\nAssistant:"])
+def test_a_prompt_in_the_layout_of_hh_may_leave_out_whose_turn_it_is(end):
+    row = {"prompt": f"\n\nHuman: hi{end}", "chosen": " yes", "rejected": " no"}
+    assert shown(row, Renderer(chatty())) == ["u:hi<eos>a:[y][e][s][<eos>]", "u:hi<eos>a:[n][o][<eos>]"]
+
+
+@pytest.mark.parametrize("pipeline", ["dpo", "reward_model"])
+def test_rows_are_rendered_with_the_recipes_arguments_of_the_template(pipeline, tmp_path):
+    rows = write_rows(tmp_path / "a.jsonl", [LAYOUTS["explicit, text"]])
+    tokenizer = chatty()
+    tokenizer.chat_template = "{{ mood }}" + CHAT
+    config = load({"pipeline": pipeline, "data": {"train": rows, "template": {"mood": "glad "}}, "held_out": rows}).config
+    parts = find_pipeline(pipeline).open(config, SimpleNamespace(tokenizer=tokenizer))
+    drawn, sets = (parts.rows, parts.held_out) if pipeline == "dpo" else parts
+    for group in (drawn.groups()[0], sets["rows"].groups[0]):
+        shown = marked(tokenizer, group.samples[0].traces[0])
+        assert shown.startswith("glad u:hi<eos>a:[")
+
+
 def test_texts_without_a_prompt_share_whole_words():
     row = arrange("x", DatasetConfig(source="a"), {"chosen": "the sky is blue", "rejected": "the sky is black"})
     assert row == {"prompt": "the sky is", "chosen": " blue", "rejected": " black"}
@@ -311,7 +353,7 @@ def test_a_held_out_set_says_what_it_lacks(tmp_path):
     assert len(found.groups) == 1
     assert (
         found.note
-        == f"held_out.rows: 1 rows are dropped, the first of them {tmp_path}/a.jsonl:1, because both answers are the same."
+        == f"held_out.rows: 1 rows are dropped, the first of them {tmp_path}/a.jsonl:1, because both answers are the same, or have the same score."
     )
     config = load({**given, "held_out": write_rows(tmp_path / "b.jsonl", rows[:1])}).config
     with pytest.raises(DataError, match="no row that can be used"):
@@ -330,8 +372,20 @@ def test_mismatched_answers_follow_the_prompt_of_their_neighbour():
         prompt = own.tokens[: own.owners.index(Owner.POLICY)]
         assert trace.tokens == prompt + other.tokens[other.owners.index(Owner.POLICY) :]
         assert trace.policy_tokens() == other.policy_tokens()
+    assert mismatched(groups[:1], 1000) == []
     short = mismatched(groups, 4)
     assert all(len(g.samples[0].traces[0].tokens) <= 4 and g.samples[0].traces[0].policy_tokens() for g in short)
+
+
+def test_no_answer_of_a_pair_is_taken_for_one_of_another_prompt():
+    """With answers of one row side by side, the one before is often the row's own."""
+    groups = random_groups(5, 2)
+    found = mismatched(groups, 1000)
+    assert len(found) == 10
+    for i, group in enumerate(found):
+        others = [sample.traces[0].policy_tokens() for sample in groups[i // 2 - 1].samples]
+        assert group.samples[0].traces[0].policy_tokens() == others[i % 2]
+        assert group.prompt is groups[i // 2].prompt
 
 
 def test_precomputed_log_probs_come_back_in_any_order(tmp_path):
@@ -358,7 +412,12 @@ def test_precomputed_log_probs_come_back_in_any_order(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing is for dpo and simpo; loss is ipo"),
+        ({"loss": "ipo", "label_smoothing": 0.1}, "label_smoothing: 0.1 belongs to loss: dpo or simpo, but loss is ipo"),
+        ({"gamma": 1.0}, "gamma: 1 belongs to loss: simpo, but loss is dpo"),
+        (
+            {"loss": "simpo", "reference": "precomputed"},
+            "reference: precomputed is not compared with by loss: simpo; leave it out",
+        ),
         ({"reference": "lora"}, "needs roles.actor.lora"),
         ({"held_out": {"a": {"source": "x"}}, "eval": {"sets": {"a": {"source": "x"}}}}, "both have a set 'a'"),
     ],

@@ -17,7 +17,9 @@ from drumroll.registry import Registry
 
 PREFERENCE_LOSSES: Registry[Callable[..., Any]] = Registry("loss")
 """Filled by `algorithms/preferences`. Traits: `reference=False` (compares with no reference), `pairs=False` (takes single rated answers)."""
-NO_SMOOTHING = ("ipo", "kto")
+BUILT_IN = ("dpo", "ipo", "simpo", "kto")
+TAKEN = {"label_smoothing": ("dpo", "simpo"), "gamma": ("simpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",)}
+"""Keys that only some of the built-in losses read."""
 
 
 class PreferenceTerms(Section):
@@ -107,8 +109,12 @@ class PreferenceConfig(PreferenceTerms, PreferenceRows):
 
     @model_validator(mode="after")
     def _loss_fits(self) -> Self:
-        if self.label_smoothing and self.loss in NO_SMOOTHING:
-            raise ValueError(f"label_smoothing is for dpo and simpo; loss is {self.loss}")
+        for key, losses in TAKEN.items():
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default and self.loss in BUILT_IN and self.loss not in losses:
+                raise ValueError(f"{key}: {value:g} belongs to loss: {' or '.join(losses)}, but loss is {self.loss}")
+        if self.loss == "simpo" and self.reference is not None:
+            raise ValueError(f"reference: {self.reference} is not compared with by loss: simpo; leave it out")
         if self.reference == "lora" and (self.roles.actor.lora is None or self.roles.reference.model is not None):
             raise ValueError(
                 "reference: lora is the actor without its adapters, so it needs roles.actor.lora and no roles.reference.model"

@@ -11,6 +11,7 @@ the messages that follow the prompt, the assistant's first. Layouts are recognis
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,15 +43,22 @@ def dialogue(text: str) -> list[Message]:
 
 def _best_and_worst(row: Row) -> Row:
     """UltraFeedback with all its completions: the one with the best overall score against the one with the worst."""
-    rated = [
-        c for c in row["completions"] if isinstance(c, Mapping) and c.get("overall_score") is not None and c.get("response")
-    ]
-    if len(rated) < 2:
+    rated = [(_score(c), c["response"]) for c in row["completions"] if isinstance(c, Mapping) and c.get("response")]
+    ranked = sorted(((score, text) for score, text in rated if score is not None), key=lambda each: each[0])
+    if len(ranked) < 2:
         return row
-    ranked = sorted(rated, key=lambda c: float(c["overall_score"]))
-    found = {"chosen": ranked[-1]["response"], "rejected": ranked[0]["response"]}
-    scores = {"score_chosen": ranked[-1]["overall_score"], "score_rejected": ranked[0]["overall_score"]}
-    return row | {"prompt": row["instruction"], **found, **scores}
+    (worst, rejected), (best, chosen) = ranked[0], ranked[-1]
+    found = {"chosen": chosen, "rejected": rejected if worst < best else chosen}  # equal answers are dropped
+    return row | {"prompt": row["instruction"], **found, "score_chosen": best, "score_rejected": worst}
+
+
+def _score(completion: Mapping[str, Any]) -> float | None:
+    """The overall score of an answer; None if it has none."""
+    try:
+        score = float(completion["overall_score"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return score if math.isfinite(score) else None
 
 
 def _is_conversation(value: Any) -> bool:

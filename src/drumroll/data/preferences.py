@@ -1,7 +1,7 @@
 """Rows with preferences as groups of samples: a pair's two answers, or one rated answer; the good ones have reward 1.
 
-A row that cannot be used is dropped, counted, and named once for each dataset and reason. Answers are cut to the same
-length, and both are dropped or neither.
+A row that cannot be used is dropped, counted, and named once for each dataset and reason. Both answers of a pair are dropped
+or neither.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from drumroll.config.preferences import PreferenceRows
 from drumroll.data.conversation import Conversation
 from drumroll.data.drawing import Dropped, GivenRows, fitted, joined
 from drumroll.data.held_out import HeldOut, read_held_out
-from drumroll.data.preference_layouts import HUMAN, dialogue
+from drumroll.data.preference_layouts import ASSISTANT, HUMAN, dialogue
 from drumroll.data.render import Content, Renderer
 from drumroll.data.runs import RECORDED
 from drumroll.data.source import Reader
@@ -28,7 +28,7 @@ from drumroll.sample import Group, Message, Owner, Prompt, Sample, Trace
 
 Answer = tuple[str | Sequence[Message], float]
 REASONS = {
-    "equal": "both answers are the same",
+    "equal": "both answers are the same, or have the same score",
     "empty": "an answer is empty",
     "long": "an answer does not fit into max_tokens",
 }
@@ -75,7 +75,10 @@ class PreferenceReader:
     def _content(self, reader: Reader, prompt: Prompt) -> Content:
         """The prompt. A text in the layout of HH is a conversation if it is rendered as a chat."""
         content = prompt.content
-        return tuple(dialogue(content)[:-1]) if isinstance(content, str) and _is_dialogue(reader, content) else content
+        if not isinstance(content, str) or not _is_dialogue(reader, content):
+            return content
+        turns = dialogue(content)
+        return tuple(turns[:-1] if turns[-1]["role"] == "assistant" else turns)
 
     def _answers(self, reader: Reader, prompt: Prompt) -> list[Answer]:
         row = prompt.columns
@@ -100,7 +103,8 @@ class PreferenceReader:
         """The tokens of an answer: the assistant's turns, and what was said between them."""
         chat, system, renderer = reader.config.chat, reader.config.system, reader.renderer
         if isinstance(answer, str) and isinstance(prompt.content, str) and _is_dialogue(reader, prompt.content):
-            answer = dialogue(prompt.content + answer)[len(content) :]
+            opening = "" if dialogue(prompt.content)[-1]["role"] == "assistant" else ASSISTANT
+            answer = dialogue(prompt.content + opening + answer)[len(content) :]
         if isinstance(answer, str):
             answer = [{"role": "assistant", "content": answer}]
         given = answer if isinstance(answer, Sequence) else ()
@@ -173,13 +177,14 @@ def packed(groups: Sequence[Group], *, pairs: bool) -> Batch:
 
 
 def mismatched(groups: Sequence[Group], limit: int) -> list[Group]:
-    """Every prompt with the answer of the sample before it in the batch: what KTO estimates the KL on."""
-    samples = [sample for group in groups for sample in group.samples]
-    found = []
-    for i, (own, other) in enumerate(zip(samples, [*samples[-1:], *samples[:-1]], strict=True)):
-        prompt, answer = _split(own.traces[0])[0], _split(other.traces[0])[1]
-        trace = joined(prompt[: limit - 1], answer, limit)
-        found.append(Group(own.prompt, i, [Sample(own.prompt, i, 0, traces=[trace], reward=0.0)]))
+    """Every prompt with an answer of the row before it in the batch: what KTO estimates the KL on. None in a batch of one row."""
+    found: list[Group] = []
+    for own, other in zip(groups, [*groups[-1:], *groups[:-1]], strict=True):
+        for i, sample in enumerate(own.samples if own is not other else ()):
+            prompt = _split(sample.traces[0])[0]
+            answer = _split(other.samples[i % len(other.samples)].traces[0])[1]
+            trace = joined(prompt[: limit - 1], answer, limit)
+            found.append(Group(own.prompt, len(found), [Sample(own.prompt, len(found), 0, traces=[trace], reward=0.0)]))
     return found
 
 

@@ -15,6 +15,7 @@ from drumroll import stages
 from drumroll.algorithms import PreferenceLoss
 from drumroll.algorithms.aggregations import unit_mean
 from drumroll.batch import Batch, pack
+from drumroll.components import open_renderer
 from drumroll.config import PreferenceConfig
 from drumroll.data.held_out import HeldOut
 from drumroll.data.marking import shown
@@ -45,7 +46,7 @@ class Parts:
 
 def open_preferences(config: PreferenceConfig, workers: Workers) -> Parts:
     """The rows, in training and held out."""
-    renderer = Renderer(workers.tokenizer)
+    renderer = open_renderer(config, workers)
     rows = Preferences(config, renderer, lambda text: workers.notify(text))
     return Parts(rows, held_out(config, renderer), renderer)
 
@@ -82,7 +83,7 @@ class Comparison:
     def _batches(self, groups: Sequence[Group]) -> Iterator[Batch]:
         """All that the reference is asked about."""
         yield packed(groups, pairs=self.pairs)
-        if not self.pairs:  # the KL is estimated on these
+        if not self.pairs and len(groups) > 1:  # the KL is estimated on these
             yield pack(mismatched(groups, self.config.max_tokens))
 
     async def _infer_reference(self, batch: Batch) -> Batch:
@@ -101,7 +102,7 @@ class Comparison:
     async def loss(self, groups: Sequence[Group]) -> PreferenceLoss:
         """The loss; on rated answers with the batch's KL, which is estimated with the policy before the update."""
         terms = self.config.terms()
-        if self.pairs or not self.config.takes_reference() or sum(len(group.samples) for group in groups) < 2:
+        if self.pairs or not self.config.takes_reference() or len(groups) < 2:
             return PreferenceLoss(terms)
         batch = await with_policy(self.workers, await self.compared(pack(mismatched(groups, self.config.max_tokens))))
         return PreferenceLoss(terms, max(0.0, await self.workers.batch_builder.call(0, BatchBuilder.divergence, batch)))

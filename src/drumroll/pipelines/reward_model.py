@@ -13,6 +13,7 @@ from drumroll import stages
 from drumroll.algorithms.aggregations import unit_mean
 from drumroll.algorithms.losses import RewardLoss, Scores
 from drumroll.batch import Batch
+from drumroll.components import open_renderer
 from drumroll.config import RewardModelConfig
 from drumroll.data.marking import marked
 from drumroll.data.preferences import HeldOut, Preferences, held_out, packed
@@ -30,7 +31,7 @@ Parts = tuple[Preferences, dict[str, HeldOut]]
 
 def open_pairs(config: RewardModelConfig, workers: Workers) -> Parts:
     """The pairs, in training and held out."""
-    renderer = Renderer(workers.tokenizer)
+    renderer = open_renderer(config, workers)
     return Preferences(config, renderer, lambda text: workers.notify(text)), held_out(config, renderer)
 
 
