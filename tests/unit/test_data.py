@@ -3,11 +3,13 @@
 import itertools
 import json
 from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drumroll.components import scan_data
@@ -105,6 +107,43 @@ def test_epochs_end_the_data(tmp_path):
         assert not made.exhausted()
         made.draw()
     assert made.exhausted()
+
+
+def datasets(folder, sizes, **more):
+    """Datasets of so many rows; their prompts say which row of which dataset they are."""
+    for name, size in sizes.items():
+        text = "".join(json.dumps({"prompt": f"{name}{row}"}) + "\n" for row in range(size))
+        (folder / f"{name}.jsonl").write_text(text)
+    config = DataConfig(train={name: DatasetConfig(source=str(folder / f"{name}.jsonl")) for name in sizes}, **more)
+    return PromptSource(config, 0, RENDERER)
+
+
+@given(st.dictionaries(st.sampled_from("abcde"), st.integers(1, 9), min_size=1), st.integers(1, 3), st.integers(0, 40))
+@settings(max_examples=20)
+def test_epochs_draw_every_row_of_every_dataset_as_often(sizes, epochs, stop):
+    """Also through a resume; every dataset is spread over the whole run."""
+    with TemporaryDirectory() as folder:
+        made, drawn = datasets(Path(folder), sizes, epochs=epochs), []
+        while not made.exhausted():
+            drawn.append(made.draw().content)
+            if len(drawn) == stop:
+                state = json.loads(json.dumps(made.state()))
+                made = datasets(Path(folder), sizes, epochs=epochs)
+                made.restore(state)
+    assert Counter(drawn) == {f"{name}{row}": epochs for name, size in sizes.items() for row in range(size)}
+    total = len(drawn)
+    for name, size in sizes.items():
+        for n in range(total):
+            assert abs(sum(each[0] == name for each in drawn[:n]) - n * size * epochs / total) <= len(sizes)
+
+
+def test_with_a_mixture_epochs_are_those_of_the_largest_dataset(tmp_path):
+    made = datasets(tmp_path, {"a": 6, "b": 2}, epochs=1, mixture={"a": 0.5, "b": 0.5})
+    drawn = Counter()
+    while not made.exhausted():
+        drawn[made.draw().content] += 1
+    assert all(drawn[f"a{row}"] == 1 for row in range(6))
+    assert drawn["b0"] + drawn["b1"] in (5, 6)
 
 
 def test_overlong_prompts(tmp_path):

@@ -1,12 +1,14 @@
 """Drawing prompts: an endless, seeded, resumable order over several datasets in fixed shares.
 
 The n-th draw depends only on the config and n. Shares hold to within one prompt after every draw, because each draw
-goes to the dataset that is furthest behind.
+goes to the dataset that is furthest behind. Where `data.epochs` counts passes over datasets that end, and no mixture is
+given, shares are sizes, and every row is drawn as often as the epochs say.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -228,6 +230,10 @@ class _Stream:
     def epochs(self) -> float:
         return self.taken / len(self.rows) if isinstance(self.rows, Sequence) else 0.0
 
+    def size(self) -> int:
+        """The rows of an epoch; 0 if there is no end to them."""
+        return len(self.rows) if isinstance(self.rows, Sequence) else 0
+
 
 class PromptSource:
     """Draws prompts from the mixture."""
@@ -252,7 +258,6 @@ class PromptSource:
         self.overlong = self.longest = 0  # prompts above `data.max_prompt_tokens`, and the tokens of the longest
         self._draws = 0
         mixture = config.mixture or dict.fromkeys(config.train, 1.0)
-        total = sum(mixture.values())
         self.shares = {name: share for name, share in config.mixture.items() if share} if config.mixture else {"": 1.0}
         self._streams = [
             _Stream(
@@ -260,13 +265,17 @@ class PromptSource:
                     f"data.train.{name}", dataset, renderer, required, environment, name if config.mixture else "", imitated
                 ),
                 read(f"data.train.{name}", dataset, seed, answers=imitated),
-                mixture[name] / total,
+                mixture[name],
                 f"{seed}/{name}" if config.shuffle else None,
             )
             for name, dataset in config.train.items()
             if mixture[name] > 0
         ]
         self._drawn = [0] * len(self._streams)
+        self._whole = config.epochs is not None and config.mixture is None and all(s.size() for s in self._streams)
+        total = sum(s.size() if self._whole else s.share for s in self._streams)
+        for stream in self._streams:
+            stream.share = (stream.size() if self._whole else stream.share) / total
 
     def draw(self) -> Prompt:
         """The next prompt. Over-long ones are dropped, cut or refused, by config."""
@@ -275,7 +284,10 @@ class PromptSource:
     def draw_with_reader(self) -> tuple[Prompt, Reader]:
         """The next prompt, and the reader that knows its dataset."""
         self._draws += 1
-        behind = [s.share * self._draws - n for s, n in zip(self._streams, self._drawn, strict=True)]
+        behind = [
+            -math.inf if self._is_done(s) else s.share * self._draws - n
+            for s, n in zip(self._streams, self._drawn, strict=True)
+        ]
         chosen = behind.index(max(behind))
         self._drawn[chosen] += 1
         stream = self._streams[chosen]
@@ -313,18 +325,20 @@ class PromptSource:
             return None
         return replace(prompt, tokens=prompt.tokens[-limit:])
 
+    def _is_done(self, stream: _Stream) -> bool:
+        """Whether all rows of a dataset were drawn as often as the epochs say."""
+        return self._whole and stream.epochs() >= (self.config.epochs or 0.0)
+
     def exhausted(self) -> bool:
-        """Whether `data.epochs` passes over the largest finite dataset are done."""
-        finite = [s for s in self._streams if isinstance(s.rows, Sequence)]
-        if self.config.epochs is None or not finite:
-            return False
-        largest = max(finite, key=lambda s: len(s.rows) if isinstance(s.rows, Sequence) else 0)
-        return largest.epochs() >= self.config.epochs
+        """Whether `data.epochs` passes are done, over every dataset or, in a mixture, over the largest finite one."""
+        if self._whole:
+            return all(self._is_done(stream) for stream in self._streams)
+        largest = max(self._streams, key=_Stream.size)
+        return self.config.epochs is not None and largest.size() > 0 and largest.epochs() >= self.config.epochs
 
     def metrics(self) -> dict[str, float]:
         """Over-long prompts met so far, and passes over the largest finite dataset."""
-        finite = [s for s in self._streams if isinstance(s.rows, Sequence)]
-        epochs = max(finite, key=lambda s: len(s.rows)).epochs() if finite else 0.0  # pyrefly: ignore[bad-argument-type]
+        epochs = max(self._streams, key=_Stream.size).epochs()
         overlong = {"data/overlong": float(self.overlong)} | ({"data/longest": float(self.longest)} if self.overlong else {})
         return overlong | ({"data/epoch": epochs} if epochs else {})
 
