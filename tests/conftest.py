@@ -251,6 +251,31 @@ def ray_cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
+def same_on_two_ranks(ray_cluster: Any) -> Callable[[dict[str, Any]], tuple[Any, Any]]:
+    """Train a recipe in one process, and on Ray with its actor divided over two: their numbers are equal. Returns both runs."""
+    import ray
+
+    import drumroll
+
+    def check(recipe: dict[str, Any]) -> tuple[Any, Any]:
+        recipe = _merge(copy.deepcopy(recipe), {"model": "tiny-even", "threads": 1, "optim": {"lr": 1e-4}})
+        cluster = {"runtime": "ray", "devices": 2, "kind": "cpu", "threads": 1}
+        divided = {"name": "divided", "cluster": cluster, "roles": {"actor": {"parallel": {"shard": 2}}}}
+        alone = drumroll.train({**recipe, "name": "alone"})
+        ray.init(ray_cluster.address, log_to_driver=False, logging_level="ERROR")
+        try:
+            run = drumroll.train(_merge(recipe, divided))
+        finally:
+            ray.shutdown()
+        for mine, theirs in zip(run.metrics, alone.metrics, strict=True):
+            for key in (key for key in theirs if key.startswith(("train/", "eval/"))):
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key
+        return run, alone
+
+    return check
+
+
+@pytest.fixture
 def drumroll(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Call the command line; returns exit code, stdout, stderr."""
     from drumroll.cli import main

@@ -144,7 +144,12 @@ def evaluate(
     named = [*overrides, f"model={path if path.exists() else model}", "roles.actor.model=null"]
     config, given = _config(recipe, named, given, EVALUATION)
     if not config.eval.sets:
-        raise ConfigError("the recipe names no held-out sets: add some under eval.sets.")
+        measured = (
+            f"; {', '.join(config.held_out_sets())} under held_out is measured in training only"
+            if config.held_out_sets()
+            else ""
+        )
+        raise ConfigError(f"the recipe names no held-out sets whose answers are generated: add some under eval.sets{measured}.")
     with held(given):
         return _await(_evaluate(config))
 

@@ -15,7 +15,7 @@ from drumroll.config import RunConfig, load
 from drumroll.data.render import Renderer
 from drumroll.engines import Sampling
 from drumroll.engines.router import Router
-from drumroll.errors import StoreError
+from drumroll.errors import ConfigError, StoreError
 from drumroll.runfiles.calls import CallLog
 from drumroll.runfiles.format import CONFIG
 from drumroll.runfiles.reader import RunReader
@@ -45,7 +45,13 @@ def config_of(target: str, overrides: Sequence[str] = ()) -> RunConfig:
             raise StoreError(
                 f"the run {path} has not ended, so it has no model yet; serve one of its checkpoints' models by path."
             )
-        return load(path / CONFIG, [f"model={run.model_path}", "roles.actor.model=null", *overrides]).config
+        config = load(path / CONFIG, [f"model={run.model_path}", "roles.actor.model=null", *overrides]).config
+        if config.trains_scores():
+            raise ConfigError(
+                f"{target} trained a reward model, which writes nothing that could be served here; a recipe asks it by "
+                f"roles.reward_model.model: {target}, and `vllm serve {run.model_path} --runner pooling` serves its scores."
+            )
+        return config
     if path.suffix in (".yaml", ".yml"):
         return with_lengths(load(path, overrides).config, fetch=True)
     bare: dict[str, Any] = {

@@ -72,3 +72,10 @@ def test_a_metric_that_is_not_measured_is_refused_before_training(supervised):
         package.train(supervised(held_out={"sums": ANSWERS}) | {"eval": {"best_by": "eval/sums/los"}})
     with pytest.raises(DataError, match=r"held_out.sums has no row that can be used"):
         package.train(supervised(name="long", held_out={"sums": ANSWERS}, max_tokens=3) | {"eval": {}})
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_as_one_process(supervised, same_on_two_ranks):
+    """Eleven rows in batches of three: the last has one row more than ranks, and none is counted twice."""
+    run, _ = same_on_two_ranks(supervised(held_out={"sums": ANSWERS}) | {"batch": 3, "max_tokens": 40, "eval": {"every": 1}})
+    assert [line["step"] for line in run.metrics if "eval/sums/loss" in line] == [0, 1, 2]

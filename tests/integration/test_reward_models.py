@@ -9,13 +9,14 @@ import pytest
 import torch
 import transformers as hf
 import yaml
+from test_preferences import chatty
 
 import drumroll as package
 from drumroll.config import load
 from drumroll.config.roles import RewardModelRole
 from drumroll.data.preferences import held_out
 from drumroll.data.render import Renderer
-from drumroll.errors import ConfigError
+from drumroll.errors import ConfigError, ModelError
 from drumroll.models import tiny
 from drumroll.rewards.model import Classifier, RewardModel
 from drumroll.workers.group import LocalGroup, Role
@@ -84,6 +85,42 @@ def test_it_learns_and_is_used_at_once(recipe, drumroll, small, tmp_path):
     assert package.train({**small(name="rl", steps=1), **named, "eval": {}}).metrics[-1]["reward/sums"] != 0
 
 
+def test_a_reward_model_is_refused_where_a_model_must_write(recipe, small, drumroll):
+    """And a language model where a score is wanted."""
+    run = package.train(recipe(name="scorer", steps=1))
+    scorer, said = str(run.path), "is a sequence classifier, which scores answers and writes none; name a language model"
+    judge = {"roles": {"judge": {"model": scorer}}, "reward": "judge"}
+    supervised = recipe(pipeline="sft", model=scorer, held_out={}) | {"eval": {}}
+    for made, key in ((small(model=scorer), "model"), (supervised, "model"), (small(**judge), "roles.judge.model")):
+        with pytest.raises(ModelError, match=f"^{key}: .*{said}"):
+            package.train(made)
+    with pytest.raises(ModelError, match=said):
+        package.evaluate(run.model_path, small())
+    with pytest.raises(ConfigError, match="pairs under held_out is measured in training only"):
+        package.evaluate(run)
+    assert "trained a reward model, which writes nothing that could be served here" in drumroll("serve", scorer)[2]
+    named = {"roles": {"reward_model": {"model": "tiny"}}, "reward": "reward_model"}
+    with pytest.raises(ModelError, match=r"roles.reward_model.model: tiny is a language model, which scores nothing"):
+        package.train(small(**named))
+
+
+def test_a_prompt_is_shown_as_its_role_says():
+    """With a system message, or without the turns of a chat, as the rows that it was trained on."""
+    asked, tokenizer = [], chatty()
+
+    class Group:
+        size = 1
+
+        async def call(self, rank, method, rows):
+            asked.extend(tokenizer.decode(row).replace(" ", "") for row in rows)
+            return [0.0] * len(rows)
+
+    for role in ({}, {"system": "be kind"}, {"chat": False}):
+        model = RewardModel(RewardModelRole(model="x", **role), Group(), tokenizer)
+        asyncio.run(model("hi", "yes"))
+    assert asked == ["u:hi<eos>a:yes<eos>", "s:bekind<eos>u:hi<eos>a:yes<eos>", "hiyes<eos>"]
+
+
 async def margin_of(path, made):
     """The mean margin on a held-out set, by the reward `reward_model`."""
     role = RewardModelRole(model=path)
@@ -135,21 +172,9 @@ def test_the_dry_run_shows_a_pair_with_its_scored_token(recipe, drumroll, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_divided_run_on_ray_trains_as_one_process(recipe, ray_cluster):
-    import ray
-
-    common = {"model": "tiny-even", "threads": 1, "optim": {"lr": 1e-4}}
-    alone = package.train(recipe(name="alone", **common))
-    ray.init(ray_cluster.address, log_to_driver=False, logging_level="ERROR")
-    try:
-        cluster = {"runtime": "ray", "devices": 2, "kind": "cpu", "threads": 1}
-        run = package.train(recipe(cluster=cluster, roles={"actor": {"parallel": {"shard": 2}}}, **common))
-    finally:
-        ray.shutdown()
-    for mine, theirs in zip(run.metrics, alone.metrics, strict=True):
-        for key in (key for key in theirs if key.startswith(("train/", "eval/"))):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key
-    tensors = [hf.AutoModelForSequenceClassification.from_pretrained(each.model_path).score.weight for each in (run, alone)]
+def test_a_divided_run_on_ray_trains_as_one_process(recipe, same_on_two_ranks):
+    runs = same_on_two_ranks(recipe())
+    tensors = [hf.AutoModelForSequenceClassification.from_pretrained(run.model_path).score.weight for run in runs]
     assert torch.allclose(*tensors, atol=1e-5)
 
 

@@ -30,7 +30,7 @@ from drumroll.registry import import_path
 from drumroll.rewards import Rewards
 from drumroll.rollout.filters import find_filter
 from drumroll.sample import Scene
-from drumroll.workers.runtime import check_backends, open_algorithm
+from drumroll.workers.runtime import check_roles, open_algorithm
 
 
 def resolve(config: RunConfig, *, files: bool = True) -> Iterator[str]:
@@ -39,7 +39,7 @@ def resolve(config: RunConfig, *, files: bool = True) -> Iterator[str]:
     A mistake raises. A model that the hub cannot confirm gives a warning. Without `files`, local data is not read, and
     a missing model directory gives a warning too.
     """
-    check_backends(config)
+    check_roles(config)
     rewards = Rewards(config.rewards())
     rewards.check_roles(judge=config.roles.judge, reward_model=config.roles.reward_model)
     open_algorithm(config)

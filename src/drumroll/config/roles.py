@@ -266,6 +266,10 @@ class RewardModelRole(Section):
     """On ray a range, a count, or a role to share with; on local `cpu`, or an accelerator such as `cuda` or `cuda:1`. Default: the actor's."""
     dtype: Dtype = "float32"
     """Type of its weights."""
+    chat: bool | None = None
+    """Show text prompts as a user's chat turn, as the rows that it was trained on. Default: yes when its tokenizer has a chat template."""
+    system: str | None = None
+    """A system message put before every prompt, if it was trained with one."""
     max_tokens: int = Field(1024, ge=1)
     """Longest prompt and completion together; of a longer one the end is kept."""
     batch_size: int = Field(16, ge=1)

@@ -243,6 +243,16 @@ class RunConfig(Section):
         teachers = self.roles.teacher.models() if role == "teacher" else []
         return next(iter(teachers), None) or getattr(self.roles, role).model or self.model
 
+    def writers(self) -> dict[str, str]:
+        """The models that must be language models, by the key that names them."""
+        roles, judge = self.roles, self.roles.judge
+        named = {"roles.actor.model": roles.actor.model, "model": None if roles.actor.model else self.model}
+        found = {} if self.trains_scores() else named
+        found |= {"roles.reference.model": roles.reference.model, "roles.teacher.model": roles.teacher.model}
+        found |= {f"roles.teacher.domains.{domain}.model": own.model for domain, own in roles.teacher.domains.items()}
+        found["roles.judge.model"] = None if judge is None or judge.url is not None else judge.model
+        return {key: model for key, model in found.items() if model is not None}
+
     def parallel(self, role: LearnerRole) -> ParallelConfig:
         """How the devices of a training role divide its work: by its own section, else as the actor's, if they have one backend."""
         own: ParallelConfig | None = getattr(self.roles, role).parallel

@@ -18,6 +18,7 @@ from typing_extensions import override
 from drumroll.errors import ModelError
 from drumroll.models.blocks import BlocksInFiles, parameters_on_meta
 from drumroll.models.loading import LoadedModel, downloaded
+from drumroll.models.shape import is_classifier
 
 SCORE = "score.weight"
 """The name of the head's weight."""
@@ -91,7 +92,7 @@ def _classifier(config: Any, body: Any, name: str) -> Any:
 
 def is_reward_model(config: Any, name: str) -> bool:
     """Whether the files of a model hold a score head."""
-    trained = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
+    trained = is_classifier(config.architectures)
     if trained and config.num_labels != 1:
         raise ModelError(f"model: {name} is a classifier with {config.num_labels} labels; a reward model has one.")
     return trained

@@ -8,7 +8,7 @@ every family and allocates nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -156,6 +156,16 @@ def find_context(name: str) -> int | None:
     return next((value for value in found if isinstance(value, int)), None)
 
 
+def architectures(name: str) -> list[str]:
+    """The classes that a named model's config names; none if the config is not at hand."""
+    return (_config(name) or {}).get("architectures") or []
+
+
+def is_classifier(architectures: Iterable[str] | None) -> bool:
+    """Whether models of these classes score sequences and write none."""
+    return any(name.endswith("ForSequenceClassification") for name in architectures or ())
+
+
 def shape_of(config: Mapping[str, Any], *, classifier: bool = False) -> ModelShape | None:
     """The shape that a `config.json` describes; None if transformers does not know such a model."""
     import torch
@@ -229,7 +239,7 @@ def _norms(layer: Mapping[str, Any], hidden: int, queries: int, keys: int) -> tu
 
 
 def _config(name: str) -> Mapping[str, Any] | None:
-    """The config of a model: a local one, one in the hub's cache, or the table's."""
+    """The config of a model: a local one, one in the hub's cache, or the table's; None if none is at hand."""
     from drumroll.models import tiny
 
     if name in tiny.RANDOM:

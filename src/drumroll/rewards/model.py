@@ -89,7 +89,8 @@ class RewardModel:
         if tokenizer.eos_token_id is None:
             return self.renderer.controls.pair(text, completion)
         content = prompt if self.renderer.has_template else text
-        return [*self.renderer.prompt(content), *self.renderer.answer(content, completion)]
+        shown = {"chat": self.role.chat, "system": self.role.system}
+        return [*self.renderer.prompt(content, **shown), *self.renderer.answer(content, completion, **shown)]
 
     def _start(self) -> None:
         self._waiting = [each for each in self._waiting if not each[1].done()]

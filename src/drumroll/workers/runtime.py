@@ -18,12 +18,12 @@ from drumroll.config.learners import learner_traits
 from drumroll.config.roles import BUILT_IN_MODELS, LearnerRole
 from drumroll.engines import Engine
 from drumroll.engines.router import Router
-from drumroll.errors import ConfigError
+from drumroll.errors import ConfigError, ModelError
 from drumroll.learners import Learner
 from drumroll.learners.backend import BACKENDS
 from drumroll.learners.backends import find_backend
 from drumroll.models.loading import fetch_config
-from drumroll.models.shape import find_context
+from drumroll.models.shape import architectures, find_context, is_classifier
 from drumroll.processes.threads import CORES
 from drumroll.registry import search
 from drumroll.rewards import Pool
@@ -97,7 +97,7 @@ class Workers(ABC):
 
 async def open_workers(config: RunConfig) -> Workers:
     """Start all roles on the config's runtime. From here on the user's modules can be imported."""
-    check_backends(config)
+    check_roles(config)
     if config.cluster.runtime == "ray":
         from drumroll.workers.ray import open_ray
 
@@ -107,8 +107,8 @@ async def open_workers(config: RunConfig) -> Workers:
     return LocalWorkers(config)
 
 
-def check_backends(config: RunConfig) -> None:
-    """Refuse engines and learners that do not exist, or cannot do what the config asks of them."""
+def check_roles(config: RunConfig) -> None:
+    """Refuse engines, learners and models that do not exist, or cannot do what the config asks of them."""
     search(config.import_from)
     config.check_engine()
     for role in get_args(LearnerRole):
@@ -121,6 +121,18 @@ def check_backends(config: RunConfig) -> None:
         )
     if config.roles.actor.lora is not None and not traits.adapters:
         raise ConfigError(f"roles.actor.lora needs a backend that trains adapters, which roles.actor.backend: {name} does not.")
+    for key, model in config.writers().items():
+        if is_classifier(architectures(model)):
+            raise ModelError(
+                f"{key}: {model} is a sequence classifier, which scores answers and writes none; name a language model. "
+                "A reward model can be roles.reward_model.model, roles.critic.model, or the model of pipeline: reward_model."
+            )
+    scorer = None if config.roles.reward_model is None else config.roles.reward_model.model
+    if scorer is not None and any(name.endswith("ForCausalLM") for name in architectures(scorer)):
+        raise ModelError(
+            f"roles.reward_model.model: {scorer} is a language model, which scores nothing; name a sequence classifier, or train "
+            "one by pipeline: reward_model."
+        )
 
 
 def open_algorithm(config: RunConfig) -> Algorithm:
