@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import drumroll as package
 from drumroll.data.render import Renderer
 from drumroll.engines import Request, Sampling
 from drumroll.engines.native import NativeEngine
@@ -18,6 +19,7 @@ from drumroll.sample import StopReason
 
 pytestmark = pytest.mark.slow
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 QUESTIONS = ("What is 7+5?", "Name three colours of the rainbow, in one short sentence.")
 
 
@@ -101,3 +103,14 @@ def test_two_shards_load_with_far_less_memory_than_one_process(folder, monkeypat
     import parallel
 
     assert parallel.load_peak({"shard": 2}, str(folder)) <= 0.75 * parallel.load_peak({}, str(folder))
+
+
+def test_dpo_on_its_own_best_and_worst_answers_improves_arithmetic(folder, tmp_path, monkeypatch):
+    """The recipe smollm2-dpo as its README says."""
+    monkeypatch.chdir(tmp_path)
+    model = [f"model={folder}"]
+    package.rollout(RECIPES / "smollm2-arithmetic/recipe.yaml", model, batches=20)
+    run = package.train(RECIPES / "smollm2-dpo/recipe.yaml", model)
+    before, after = run.metrics[0], run.metrics[-1]
+    assert after["eval/arithmetic"] > before["eval/arithmetic"] + 0.1
+    assert after["eval/arithmetic/sampled"] > before["eval/arithmetic/sampled"] + 0.2
