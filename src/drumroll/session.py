@@ -218,11 +218,13 @@ class Session:
         self.callbacks.check()
 
     def summary(self) -> dict[str, Any]:
-        """Before and after per held-out set, steps and seconds."""
+        """Before and after per held-out set, or domain of one (`set/domain`), steps and seconds."""
+        sets = [*(s.name for s in (self.evaluator.sets if self.evaluator else ())), *self.config.held_out_sets()]
+        parts = [key.split("/") for key in self.after if key.startswith("eval/") and key.endswith("/accuracy")]
+        domains = [f"{part[1]}/{part[2]}" for part in parts if len(part) == 4]
 
         def pick(metrics: Metrics, suffix: str) -> Metrics:
-            sets = [*(s.name for s in (self.evaluator.sets if self.evaluator else ())), *self.config.held_out_sets()]
-            return {name: metrics[key] for name in sets if (key := f"eval/{name}{suffix}") in metrics}
+            return {name: metrics[key] for name in (*sets, *domains) if (key := f"eval/{name}{suffix}") in metrics}
 
         ends = (("before", self.before), ("after", self.after))
         kinds = ("sampled", *(kind for kind in (*EPISODES, *MEASURED) if pick(self.after, f"/{kind}")))

@@ -10,6 +10,7 @@ import pytest
 
 from drumroll.config import load
 from drumroll.observe.report import write_report
+from drumroll.runfiles.calibration import Calibration, write_calibration
 from drumroll.sample import Failure, Fate, Prompt, Sample, StopReason
 from drumroll.store.run import Run
 
@@ -84,6 +85,22 @@ def test_script_runs_and_draws(dump, report):
     assert ">0.931</b>" in reward
     # The set measured at every tenth step has a dot for each of its five evaluations.
     assert held_out.count('r="2.2"') == 3 * 5
+
+
+def test_calibration_and_the_accuracy_of_domains_stand_beside_the_charts(dump, tmp_path):
+    run = new_run(tmp_path)
+    for step in range(3):
+        found = {"eval/x/accuracy": 0.5 + step / 10, "eval/x/a/accuracy": 0.4, "eval/x/b/accuracy": 0.9}
+        run.append_metrics(step, found | ({"train/loss": 1.0 / step} if step else {}))
+    write_calibration(run.path, 2, {"x": Calibration.of([0.3, -0.1, 2.0])})
+    dom = dump(write_report(run))
+    assert 'data-ready="1"' in dom
+    charts = re.findall(r"<figure class=\"chart[^>]*data-chart.*?</figure>", dom, re.S)
+    accuracy = next(chart for chart in charts if "<h3>Held-out accuracy" in chart or "Held-out accuracy</" in chart)
+    assert [name in accuracy for name in (">x<", ">x/a<", ">x/b<")] == [True] * 3
+    assert all('<polyline class="plot" points="' in chart for chart in charts)
+    assert "Calibration on x" in dom
+    assert re.search(r"x/b <[^>]*>accuracy", dom)
 
 
 def test_hostile_text_is_shown_and_not_run(dump, report):

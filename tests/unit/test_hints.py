@@ -10,7 +10,16 @@ from drumroll import train
 from drumroll.config import load
 from drumroll.config.environment import EnvironmentConfig
 from drumroll.config.rollout import RolloutConfig
-from drumroll.observe.hints import FAR, cut_samples, few_signals, long_prompts, small_set, unseen_domain, unusual_rate
+from drumroll.observe.hints import (
+    FAR,
+    cut_samples,
+    cut_schedule,
+    few_signals,
+    long_prompts,
+    small_set,
+    unseen_domain,
+    unusual_rate,
+)
 from drumroll.observe.progress import Quiet
 from drumroll.sample import Fate, Prompt, Sample, StopReason
 
@@ -48,6 +57,20 @@ def test_long_prompts(small):
     assert "data.max_prompt_tokens: 70 takes all of them" in said
     cut = load(small(data={"overlong": "truncate"})).config
     assert "were cut to their last tokens" in long_prompts(cut, {"data/overlong": 3.0, "data/longest": 70.0})
+
+
+def test_a_schedule_that_the_epochs_cut_off(small):
+    def said(**optim):
+        return cut_schedule(load(small(steps=500, data={"epochs": 2}, optim=optim)).config, 5, 0.05)
+
+    assert said(schedule="linear") == (
+        "data.epochs: 2 ends the run after about 200 of 500 steps, long before optim.schedule: linear has lowered the learning rate; "
+        "set steps: 200."
+    )
+    assert said(schedule="constant") is None
+    config = load(small(steps=210, data={"epochs": 2}, optim={"schedule": "cosine"})).config
+    assert cut_schedule(config, 5, 0.05) is None
+    assert cut_schedule(config, 5, 0.0) is None
 
 
 def test_small_held_out_sets():

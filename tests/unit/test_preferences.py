@@ -168,6 +168,7 @@ USER, GOOD, BAD = (
 )
 LAYOUTS = {
     "explicit, text": {"prompt": "hi", "chosen": "yes", "rejected": "no"},
+    "explicit, one message": {"prompt": [USER], "chosen": GOOD, "rejected": BAD},
     "explicit, messages": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
     "implicit": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
     "UltraFeedback, binarised": {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD], "score_chosen": 8.0},

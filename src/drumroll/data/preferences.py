@@ -106,7 +106,8 @@ class PreferenceReader:
             opening = "" if dialogue(prompt.content)[-1]["role"] == "assistant" else ASSISTANT
             answer = dialogue(prompt.content + opening + answer)[len(content) :]
         if isinstance(answer, str):
-            answer = [{"role": "assistant", "content": answer}]
+            answer = {"role": "assistant", "content": answer}
+        answer = [answer] if isinstance(answer, Mapping) else answer
         given = answer if isinstance(answer, Sequence) else ()
         turns = [dict(turn) for turn in given if isinstance(turn, Mapping) and isinstance(turn.get("content"), str)]
         if len(turns) < len(given) or not turns or turns[0]["role"] != "assistant":

@@ -7,6 +7,7 @@ them in `hints.json`, so that the report shows them and a resumed run does not r
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from drumroll.config import RunConfig
@@ -31,7 +32,9 @@ USUAL_RATE, USUAL_SIZE, EXPONENT = 1e-6, 7e9, 0.6
 """The usual learning rate is TRL's, verl's and OpenRLHF's default, taken for 7 billion weights; it falls with a model's size so
 that our recipes at 1 and at 135 million weights (3e-4, 1e-5) are usual too."""
 SOON = 5
-"""Steps after which a domain that has settings should have been seen."""
+"""Steps after which a domain that has settings should have been seen, and passes over the data can be foretold."""
+EARLY = 0.9
+"""The share of `steps` before which the end of the epochs is worth a hint."""
 ADAPTERS, FAR = 10.0, 30.0
 """Adapters take ten times that; a rate further away than this factor is worth a hint."""
 
@@ -61,6 +64,8 @@ class Hints:
         self._steps, self._domains = self._steps + 1, self._domains | {s.prompt.domain for s in samples}
         if samples and self._steps == min(SOON, config.steps):
             self._give("domains", step, lambda: unseen_domain(config.named_domains(), self._steps, self._domains))
+        if self._steps == min(SOON, config.steps):
+            self._give("schedule", step, lambda: cut_schedule(config, step, metrics.get("data/epoch", 0.0)))
         self._give("long prompts", step, lambda: long_prompts(config, metrics))
         if config.has_rollouts():
             self._give("cut", step, lambda: cut_samples(config.rollout_section(), config.environment_section(), trained))
@@ -103,6 +108,18 @@ def unseen_domain(named: Mapping[str, str], steps: int, seen: Collection[str]) -
             have = ", ".join(sorted(seen))
             return f"no sample of {steps} steps has the domain '{domain}', which {key} names; they have {have}.{did_you_mean(domain, seen)}"
     return None
+
+
+def cut_schedule(config: RunConfig, step: int, epoch: float) -> str | None:
+    """The epochs end long before the schedule of the learning rate, which is laid out over all steps."""
+    epochs, schedule = config.data.epochs, config.optim.schedule
+    end = 0 if epochs is None or not epoch else math.ceil(step * epochs / epoch)
+    if schedule == "constant" or not 0 < end < EARLY * config.steps:
+        return None
+    return (
+        f"data.epochs: {epochs:g} ends the run after about {end} of {config.steps} steps, long before optim.schedule: {schedule} has "
+        f"lowered the learning rate; set steps: {end}."
+    )
 
 
 def long_prompts(config: RunConfig, metrics: Mapping[str, float]) -> str | None:

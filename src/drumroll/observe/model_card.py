@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from drumroll.runfiles.format import read_format
 from drumroll.runfiles.reader import RunReader
 
 CARD = "README.md"
-SHOWN = re.compile(rf"{HELD_OUT.pattern}|eval/.+/accuracy")
 USE_SCORES = (
     "\n## Use\n\nThe score of an answer is the only output for a prompt with the answer and its end token; higher is better, and the",
     "probability that one answer is preferred to another is the sigmoid of the difference.\n\n```python",
@@ -87,7 +85,7 @@ def _scores(run: RunReader, step: int) -> Iterator[str]:
     """The held-out scores before training and at the step."""
     found: dict[float, dict[str, float]] = {}
     for line in run.metrics:
-        found.setdefault(line["step"], {}).update({n: v for n, v in line.items() if SHOWN.fullmatch(n)})
+        found.setdefault(line["step"], {}).update({n: v for n, v in line.items() if HELD_OUT.fullmatch(n)})
     now, before = found.get(step, {}), found.get(0, {})
     yield "\n## Held-out scores\n"
     if not now:

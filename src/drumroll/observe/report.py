@@ -141,13 +141,13 @@ def _charts(keys: Sequence[str]) -> tuple[list[Chart], list[Chart]]:
     evals = [key for key, kind in held_out.items() if kind not in MEASURED]
     answered = {kind: [key for key, own in held_out.items() if own == kind] for kind in MEASURED}
     successes = [key for key in keys if re.fullmatch("environment/[^/]+/success", key)]
-    names = list(dict.fromkeys(key.split("/")[1] for key in (*rewards, *evals, *chain(*answered.values()))))
+    sets = {key: found[1] for key in keys if (found := HELD_OUT.fullmatch(key))}
+    names = list(dict.fromkeys(sets.get(key) or key.split("/")[1] for key in (*rewards, *evals, *chain(*answered.values()))))
     stages = [key for key in keys if key.startswith("time/") and key not in NOT_STAGES]
 
     def named(key: str) -> Series:
-        _, name, *kind = key.split("/")
-        variant = [each for each in kind if each not in MEASURED]
-        return Series(key, " ".join([name, *variant]), names.index(name) % COLOURS + 1, dashed=bool(variant))
+        name, variant = sets.get(key) or key.split("/")[1], " sampled" if key.endswith("/sampled") else ""
+        return Series(key, name + variant, names.index(name) % COLOURS + 1, dashed=bool(variant))
 
     overview = [
         *_split("Reward", [named(key) for key in rewards], zero=True, wide=True),

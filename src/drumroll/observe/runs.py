@@ -21,8 +21,8 @@ from drumroll.runfiles.format import CONFIG, METRICS
 from drumroll.runfiles.reader import RunReader
 from drumroll.store.lock import in_use
 
-HELD_OUT = re.compile(rf"eval/([^/]+)(?:/(sampled|{'|'.join(MEASURED)}))?")
-"""Names of metrics that are scores, losses or accuracies of held-out sets."""
+HELD_OUT = re.compile(rf"eval/([^/]+(?:/[^/]+(?=/accuracy$))?)(?:/(sampled|{'|'.join(MEASURED)}))?")
+"""Names of metrics that are scores, losses or accuracies of held-out sets, or accuracies of a set's domains (`set/domain`)."""
 DEPTH = 3
 """How many folders deep runs are looked for."""
 STYLES = {"running": "cyan", "finished": "green", "failed": "red", "interrupted": "yellow"}
