@@ -143,6 +143,10 @@ def evaluate(
         )
     named = [*overrides, f"model={path if path.exists() else model}", "roles.actor.model=null"]
     config, given = _config(recipe, named, given, EVALUATION)
+    if config.trains_scores():
+        raise ConfigError(
+            f"{model} is a reward model, which answers nothing; its report has its accuracy on the pairs under held_out."
+        )
     if not config.eval.sets:
         measured = (
             f"; {', '.join(config.held_out_sets())} under held_out is measured in training only"

@@ -1,5 +1,6 @@
 """Distillation as a pipeline and as a term of RL: it learns, goes on after a crash byte for byte, and names mistakes."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,16 @@ def save(folder, vocabulary, more):
     hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=vocabulary, **shape)).save_pretrained(folder)
     words.save_pretrained(folder)
     return str(folder)
+
+
+def test_without_rewards_a_run_tells_of_the_divergence_alone(distill, drumroll, tmp_path):
+    made = distill(steps=1, eval={"sets": {}}) | {"reward": None}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({key: value for key, value in made.items() if value is not None}))
+    code, out, err = drumroll("train", str(path))
+    assert code == 0, err
+    assert " divergence " in out
+    assert [text for text in ("reward sums", "usual for", "same reward") if text in out] == []
 
 
 def test_the_keys_are_explained_and_a_dry_run_shows_the_first_prompt(drumroll):

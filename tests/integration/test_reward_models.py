@@ -96,7 +96,7 @@ def test_a_reward_model_is_refused_where_a_model_must_write(recipe, small, drumr
             package.train(made)
     with pytest.raises(ModelError, match=said):
         package.evaluate(run.model_path, small())
-    with pytest.raises(ConfigError, match="pairs under held_out is measured in training only"):
+    with pytest.raises(ConfigError, match="is a reward model, which answers nothing"):
         package.evaluate(run)
     assert "trained a reward model, which writes nothing that could be served here" in drumroll("serve", scorer)[2]
     named = {"roles": {"reward_model": {"model": "tiny"}}, "reward": "reward_model"}

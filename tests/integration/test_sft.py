@@ -39,6 +39,33 @@ def test_a_crashed_run_on_given_rows_goes_on_as_if_nothing_had_happened(recipe, 
     assert sorted(places) == [f"data.train.x: {path}:{line}" for line in (4, 8)]
 
 
+def test_a_dry_run_shows_calls_of_tools_as_they_are_trained(recipe, drumroll, tmp_path):
+    """The row of docs/sft.md, for a template that reads the content of every message."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    run = package.train(
+        recipe(
+            {"source": "drumroll.data.problems:demonstrations", "args": {"task": "sums", "flawed": 0.5}, "limit": 4}, steps=1
+        )
+    )
+    tokenizer.save_pretrained(run.model_path)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]}
+    talk = [
+        {"role": "user", "content": "1+1?"},
+        call,
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"tools": tools, "messages": talk}))
+    made = recipe({"source": str(tmp_path / "talks.jsonl")}, model=str(run.path), max_tokens=900)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(made))
+    code, out, err = drumroll("train", str(tmp_path / "recipe.yaml"), "--dry-run")
+    assert code == 0, err
+    assert "[<][t][o][o][l]" in out
+    assert "the first prompt" not in out
+
+
 @pytest.mark.slow
 def test_a_killed_run_equals_its_uninterrupted_twin(recipe, same_after_a_signal):
     """Eighty rows, four times each, in batches of 8."""

@@ -329,6 +329,13 @@ def test_every_row_is_trained_as_often_as_epochs_say_and_others_are_named(tmp_pa
         drawn(path, rows, max_tokens=16, overlong="fail")
 
 
+def test_data_without_a_usable_row_ends_the_run_with_the_reasons(tmp_path):
+    rows = [{"prompt": "a", "chosen": "x", "rejected": "x"}, {"prompt": "b", "chosen": " ", "rejected": "x"}]
+    said = r"no row of the training data can be used: 2 equal, the first .*a.jsonl:1, because both answers are the same.*; 2 empty, "
+    with pytest.raises(DataError, match=said):
+        drawn(tmp_path / "a.jsonl", rows, data={"shuffle": False})
+
+
 def test_prompts_are_limited_as_in_every_pipeline(tmp_path):
     rows = [{"prompt": "a" * n, "chosen": "x", "rejected": "y"} for n in (3, 9)]
     found, dropped, _ = drawn(tmp_path / "a.jsonl", rows, data={"max_prompt_tokens": 5})

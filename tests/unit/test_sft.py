@@ -62,11 +62,14 @@ def test_a_long_row_is_cut_dropped_or_refused(tmp_path):
     dropping = demonstrations(overlong="drop", heard=heard, **common)
     assert (len(dropping.groups()), dropping.metrics()["data/dropped/long"]) == (2, 2)
     assert heard[1].partition("x.jsonl:")[2][0] in "57"
-    assert heard[1].endswith("is dropped, because it does not fit into max_tokens; data/dropped/long counts them.")
+    assert "is dropped, because it has no room in max_tokens: 20 or its prompt none in data.max_prompt_tokens: 40" in heard[1]
     with pytest.raises(DataError, match=r"x\.jsonl:[57] has (36|46) tokens, more than max_tokens=20; set overlong"):
         demonstrations(overlong="fail", **common).groups()
     prompts = {"epochs": 1, "max_prompt_tokens": 4}
-    assert demonstrations(**{**common, "data": prompts}).groups() == []
+    with pytest.raises(
+        DataError, match=r"no row of the training data can be used: 4 long, the first .*x\.jsonl:\d, because it has no room"
+    ):
+        demonstrations(**{**common, "data": prompts}).groups()
     kept = demonstrations(**{**common, "data": {**prompts, "overlong": "truncate"}}).groups()
     assert {len(g.samples[0].traces[0].owners) - len(g.samples[0].policy_tokens()) for g in kept} == {4}
     with pytest.raises(DataError, match=r"x\.jsonl:\d has a prompt of 5 tokens"):
@@ -108,16 +111,34 @@ def test_every_row_is_trained_as_often_as_epochs_say_also_after_a_resume(tmp_pat
 
 def test_a_first_row_that_is_bad_ends_the_run_with_its_place(tmp_path):
     source = written(tmp_path / "x.jsonl", [{"prompt": "a", "completion": 3}])
-    with pytest.raises(BadRow, match=r"to imitate.*It is .*x\.jsonl:1\."):
+    with pytest.raises(BadRow, match=r"must be a text or messages, got 3 .int.\. It is .*x\.jsonl:1\."):
         demonstrations(source).groups()
     chat = written(tmp_path / "y.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
-    with pytest.raises(DataError, match=r"1000 rows in a row cannot be used: .'untrained': 1000"):
+    with pytest.raises(
+        DataError, match=r"1000 rows in a row cannot be used: 1000 untrained, the first .*y\.jsonl:1, because train_on: "
+    ):
         demonstrations(chat, chat_renderer()).groups()
+
+
+def test_a_column_that_chooses_turns_must_be_there(tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": talk, "mine": [False, True]}, {"messages": talk}]
+    source, common = written(tmp_path / "x.jsonl", rows), {"data": {"epochs": 1, "shuffle": False}}
+    made = demonstrations(source, chat_renderer(), train_column="mine", **common)
+    assert (len(made.groups()), made.metrics()["data/dropped/bad"]) == (1, 1)
+    with pytest.raises(
+        BadRow, match=r"a row has no 'other', which train_column names; it has completion, messages, mine\. It is .*:1"
+    ):
+        demonstrations(source, chat_renderer(), train_column="other", **common).groups()
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"train_on": []}, "nothing would be trained"), ({"train_on": "all", "train_column": "x"}, "leave train_column out")],
+    [
+        ({"train_on": ["asistant"]}, "the role 'asistant' is not known. Did you mean 'assistant'?"),
+        ({"train_on": []}, "nothing would be trained"),
+        ({"train_on": "all", "train_column": "x"}, "leave train_column out"),
+    ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, said):
     with pytest.raises((ConfigError, ValueError), match=said):

@@ -96,16 +96,17 @@ def _prompt(config: RunConfig, files: bool, required: RequiredColumns, missing: 
     renderer = None if model in missing else Renderer(load_tokenizer(model)).given(config.data.template, "data.template")
     if renderer is not None:
         yield from _template(config, renderer)
+    show = find_pipeline(config.pipeline).show
+    panel = config.has_rollouts() or show is None  # given answers are shown below, with their prompts
     for number, (name, dataset) in enumerate(readable.items()):
         columns = training_columns(config, dataset, required)
         check = RowCheck(f"data.train.{name}", dataset, columns, config.environment_section())
         _, content, row, scene = check(_first_row(check.name, dataset, config.seed), 0)
-        if not number:
+        if not number and panel:
             yield f"the first prompt of {check.name}" + (":" if renderer else ", without the model's chat template:")
             own = renderer and renderer.given(dataset.template, f"{check.name}.template")
             shown = _episode(own, scene, row) if scene else _text(own, content, dataset)
             yield from (f"  {line}" for line in shown.splitlines())
-    show = find_pipeline(config.pipeline).show
     here = readable | {name: d for name, d in config.data.train.items() if files and is_run(Path(d.source).expanduser())}
     if show is not None and renderer is not None and here:
         here = config.data.model_copy(update={"train": here, "mixture": None})

@@ -58,6 +58,14 @@ class DistillConfig(RunConfig):
         return self.on_policy > 0
 
     @override
+    def learns_from_rewards(self) -> bool:
+        return False
+
+    def is_scored(self) -> bool:
+        """Whether the recipe names rewards, which are measured and not learned from."""
+        return bool(super().rewards())
+
+    @override
     def held_out_sets(self) -> dict[str, HeldOutConfig]:
         return self.held_out
 
@@ -115,7 +123,7 @@ class DistillConfig(RunConfig):
                 f"divergence.over: sampled estimates {self.divergence.use} on tokens that the student drew, and with on_policy: "
                 f"{self.on_policy:g} it trains on given answers too; set over: all or top_k, or use: forward"
             )
-        if self.eval.sets and not super().rewards():
+        if self.eval.sets and not self.is_scored():
             raise ValueError("reward is missing: eval.sets are scored by it, for example reward: exact")
         if self.sft and self.on_policy == 1:
             raise ValueError(f"sft: {self.sft:g} imitates given answers, and on_policy: 1 has none; set on_policy below 1")

@@ -29,6 +29,12 @@ class Row:
     verl: str = ""
     roll: str = ""
     openrlhf: str = ""
+    pipelines: str = ""
+    """The pipelines in which the keys mean this, if others mean something else by them."""
+
+    def fits(self, keys: Container[str]) -> bool:
+        """Whether a pipeline with these keys has ours."""
+        return not self.ours or any(key in keys for key in self.ours.split())
 
 
 @lru_cache
@@ -51,19 +57,24 @@ def _named() -> tuple[dict[str, list[tuple[str, Row]]], dict[str, list[tuple[str
     return full, last
 
 
-def translation(key: str, own: Container[str] = VAGUE) -> str:
-    """A sentence about a key of a peer, or an empty string. Names in `own` are taken for a peer's only with their section."""
+def translation(key: str, own: Container[str] = VAGUE, pipeline: str = "rl", keys: Container[str] | None = None) -> str:
+    """A sentence about a key of a peer, or an empty string. Names in `own` are taken for a peer's only with their section.
+
+    `keys` are those of the pipeline.
+    """
     full, by_last = _named()
     last = key.rpartition(".")[2]
     vague = last in own or last in VAGUE
     rows = full.get(key) or full.get(last) or full.get(SHORT.get(last, "")) or ([] if vague else by_last.get(last, []))
+    rows = [each for each in rows if not each[1].pipelines or pipeline in each[1].pipelines.split()]
     if not rows:
         return ""
-    row = rows[0][1]
+    row = max((row for _, row in rows), key=lambda row: bool(row.pipelines))
+    here = "here" if keys is None or row.fits(keys) else "in other pipelines"
     whose = " and ".join(dict.fromkeys(f"{LIBRARIES[library]}'s" for library, one in rows if one is row))
     if not row.ours:
         return f"{whose} {last} has no counterpart here: {row.how}."
-    return f"{whose} {last} is {' and '.join(row.ours.split())} here: {row.how}."
+    return f"{whose} {last} is {' and '.join(row.ours.split())} {here}: {row.how}."
 
 
 def page() -> str:

@@ -287,6 +287,10 @@ class RunConfig(Section):
         """Whether training generates and scores samples."""
         return False
 
+    def learns_from_rewards(self) -> bool:
+        """Whether training follows the rewards of its samples."""
+        return self.has_rollouts()
+
     def trains_scores(self) -> bool:
         """Whether the actor is a reward model: its head gives a score, and it generates nothing, so there are no engines."""
         return False

@@ -21,7 +21,7 @@ def suggestion(top: type[BaseModel], path: Sequence[str], word: str, value: Any 
     `whole` names similar keys with their section.
     """
     section, known = section_at(top, path), [key for key, _ in all_keys(top)]
-    if said := _of_a_peer([*path, word], value, {key.rpartition(".")[2] for key in known}):
+    if said := _of_a_peer([*path, word], value, top.model_fields["pipeline"].default, known):
         return f" {said}"
     here = list(section.model_fields) if section else []
     elsewhere = [key for key in known if key.rpartition(".")[2] == word]
@@ -36,10 +36,11 @@ def suggestion(top: type[BaseModel], path: Sequence[str], word: str, value: Any 
     return f" Keys {place}: {', '.join(here)}." if here else " `drumroll explain` lists all keys."
 
 
-def _of_a_peer(path: Sequence[str], value: Any, own: set[str]) -> str:
+def _of_a_peer(path: Sequence[str], value: Any, pipeline: str, keys: Sequence[str]) -> str:
+    own = {key.rpartition(".")[2] for key in keys}
     if not isinstance(value, dict) or not value:
-        return translation(".".join(path), own)
-    said = [found for key in _leaves(value) if (found := translation(".".join((*path, key)), own))]
+        return translation(".".join(path), own, pipeline, keys)
+    said = [found for key in _leaves(value) if (found := translation(".".join((*path, key)), own, pipeline, keys))]
     more = " docs/coming-from.md has the others." if len(said) > MOST else ""
     return " ".join(said[:MOST]) + more
 

@@ -5,7 +5,7 @@ The tokens that are trained belong to the policy. A row whose template rewrites 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -25,11 +25,14 @@ from drumroll.sample import Group, Owner, Prompt, Sample
 class Demonstrations(GivenRows):
     """Draws batches of rows to imitate."""
 
-    reasons = {"long": "it does not fit into max_tokens", "untrained": "none of its turns is trained"}
-
     def __init__(self, config: SFTConfig, renderer: Renderer, notice: Callable[[str], None] = lambda text: None) -> None:
         super().__init__(config.data, config.seed, config.batch, renderer, notice, imitated=True)
         self.config, self.truncated = config, 0
+        chosen = "train_column" if config.train_column else f"train_on: {config.train_on}".replace("'", "")
+        self.reasons = {
+            "long": f"it has no room in max_tokens: {config.max_tokens} or its prompt none in data.max_prompt_tokens: {config.data.max_prompt_tokens}",
+            "untrained": f"{chosen} chooses none of its turns",
+        }
         self.held_out = read_held_out(config.held_out, renderer, self.group, self.reasons, imitated=True)
         self.truncated = 0  # of the training rows
 
@@ -76,6 +79,10 @@ class Demonstrations(GivenRows):
         if recorded := recorded_traces(row, renderer.tokenizer):
             return recorded
         completion = row.get(config.completion)
+        if completion is not None and not isinstance(completion, (str, Sequence, Mapping)):
+            raise BadRow(
+                f"{reader.name}: the column '{config.completion}' must be a text or messages, got {completion!r:.40} ({type(completion).__name__})."
+            )
         if completion is None and isinstance(prompt.content, str):
             if self.config.train_on == ALL:  # a text alone
                 return [[(Owner.POLICY, renderer.ended(list(renderer.prompt(prompt.content, chat=False))))]]
@@ -98,8 +105,10 @@ class Demonstrations(GivenRows):
         said = reader.renderer.turns(prompt.content, chat=True) or []
         messages = [*conversation(said, what), *conversation(completion, what)]
         first = 0 if reader.is_conversation(row) else len(said)
-        flags = row.get(self.config.train_column) if self.config.train_column else None
-        chosen = chosen_turns(messages, first, self.config.train_on, flags, what)
+        column = self.config.train_column
+        if column is not None and row.get(column) is None:
+            raise BadRow(f"{reader.name}: a row has no '{column}', which train_column names; it has {', '.join(sorted(row))}.")
+        chosen = chosen_turns(messages, first, self.config.train_on, row.get(column) if column else None, what)
         if self.config.train_on == ALL:
             chosen = [number == len(messages) - 1 for number in range(len(messages))]
         if reader.config.system is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from drumroll.config.data import DataConfig
 from drumroll.data.render import Renderer
@@ -26,7 +26,7 @@ class Dropped(Exception):
 class GivenRows(ABC):
     """Draws batches of rows, each row once in an epoch."""
 
-    reasons: ClassVar[Mapping[str, str]] = {}
+    reasons: Mapping[str, str]
     """Why a row may be dropped though nothing is wrong with it, by the reason's name."""
 
     def __init__(
@@ -46,23 +46,30 @@ class GivenRows(ABC):
         self._notice = notice
         self._told: set[tuple[str, str]] = set()
         self._sound = False
+        self._first: dict[str, str] = {}  # place and cause of the first row dropped for each reason
 
     @abstractmethod
     def group(self, reader: Reader, prompt: Prompt, draw: int) -> Group:
         """The samples of a row; raises `Dropped` or `BadRow`."""
 
     def groups(self) -> list[Group]:
-        """The rows of the next batch: fewer at the end of the last epoch, none after it."""
+        """The rows of the next batch: fewer at the end of the last epoch, none after it. Refuses data without a usable row."""
         found: list[Group] = []
-        useless = 0
+        useless, started = 0, not self.source.exhausted()
         while len(found) < self.size and not self.source.exhausted():
             group = self._draw(len(found))
             useless = 0 if group else useless + 1
             if group is not None:
                 found.append(group)
             elif useless >= 1000:
-                raise DataError(f"1000 rows in a row cannot be used: {dict(self.dropped)}.")
+                raise DataError(f"1000 rows in a row cannot be used: {self._causes()}.")
+        if started and not self._sound:
+            raise DataError(f"no row of the training data can be used: {self._causes()}.")
         return found
+
+    def _causes(self) -> str:
+        """Why rows were dropped, with the first row of each reason."""
+        return "; ".join(f"{self.dropped[reason]} {reason}, the first {text}" for reason, text in self._first.items())
 
     def _draw(self, index: int) -> Group | None:
         prompt, reader = self.source.draw_with_reader()
@@ -75,13 +82,14 @@ class GivenRows(ABC):
         except BadRow as error:
             if not self._sound:
                 raise BadRow(f"{error} It is {where(reader)}.") from error
-            return self._drop(reader, "bad", str(error).rstrip("."))
+            return self._drop(reader, "bad", str(error).removeprefix(f"{reader.name}: ").rstrip("."))
         self._sound = True
         return group
 
     def _drop(self, reader: Reader, reason: str, text: str) -> None:
         """Count a row; name the first of a dataset."""
         self.dropped[reason] += 1
+        self._first.setdefault(reason, f"{where(reader)}, because {text}")
         self.tell(reader, reason, f"is dropped, because {text}; data/dropped/{reason} counts them.")
 
     def tell(self, reader: Reader, reason: str, text: str) -> None:

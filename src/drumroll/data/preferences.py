@@ -27,12 +27,16 @@ from drumroll.errors import BadRow, DataError
 from drumroll.sample import Group, Message, Owner, Prompt, Sample, Trace
 
 Answer = tuple[str | Sequence[Message], float]
-REASONS = {
-    "equal": "both answers are the same, or have the same score",
-    "empty": "an answer is empty",
-    "long": "an answer does not fit into max_tokens",
-}
-"""Why a row is dropped though nothing is wrong with it."""
+
+
+def reasons(config: PreferenceRows) -> dict[str, str]:
+    """Why a row is dropped though nothing is wrong with it."""
+    return {
+        "equal": "both answers are the same, or have the same score",
+        "empty": "an answer is empty",
+        "long": f"an answer has no room in max_tokens: {config.max_tokens} or its prompt none in data.max_prompt_tokens: {config.data.max_prompt_tokens}",
+    }
+
 
 LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 """Labels as they stand in files; those of CSV are texts."""
@@ -197,11 +201,9 @@ def _split(trace: Trace) -> tuple[list[int], Pieces]:
 class Preferences(GivenRows):
     """Draws batches of preferences, each row once in an epoch."""
 
-    reasons = REASONS
-
     def __init__(self, config: PreferenceRows, renderer: Renderer, notice: Callable[[str], None] = lambda text: None) -> None:
         super().__init__(config.data, config.seed, config.batch, renderer, notice)
-        self.config = config
+        self.config, self.reasons = config, reasons(config)
         self.reader = PreferenceReader(config)
 
     @override
@@ -211,4 +213,4 @@ class Preferences(GivenRows):
 
 def held_out(config: PreferenceRows, renderer: Renderer) -> dict[str, HeldOut]:
     """The held-out sets by name."""
-    return read_held_out(config.held_out, renderer, PreferenceReader(config).group, REASONS)
+    return read_held_out(config.held_out, renderer, PreferenceReader(config).group, reasons(config))

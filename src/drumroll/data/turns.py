@@ -126,5 +126,5 @@ def _marked(messages: Sequence[Message], first: int, roles: Sequence[str], what:
 
 def _flag(value: Any, what: str) -> bool:
     if value not in (0, 1):
-        raise BadRow(f"{what} must be true or false, or a weight of 0 or 1, got {value!r:.40}.")
+        raise BadRow(f"{what} are chosen by true or false, or by a weight of 0 or 1, got {value!r:.40}.")
     return bool(value)

@@ -27,6 +27,7 @@ PATTERNS = (
     (r"environment/([^/]+)/success", "success {}", "{:5.3f}"),
     (r"train/accuracy", "accuracy", "{:5.3f}"),
     (r"train/margin", "margin", "{:6.3f}"),
+    (r"train/divergence", "divergence", "{:8.4f}"),
     (r"rollout/length", "length", "{:6.1f}"),
     (r"train/kl_reference", "KL to reference", "{:8.1e}"),
     (r"train/mismatch", "mismatch", "{:7.1e}"),

@@ -49,7 +49,7 @@ class Hints:
 
     def at_start(self, evaluations: Mapping[str, int]) -> None:
         """Look at the config, and at the numbers of prompts of held-out sets."""
-        if self.config.has_rollouts():
+        if self.config.learns_from_rewards():
             self._give("learning rate", 0, lambda: unusual_rate(self.config))
         for name, count in evaluations.items():
             answers = count * max(self.config.eval.sets[name].samples, self.config.eval.sets[name].sampled)
@@ -59,7 +59,7 @@ class Hints:
         """Look at what a step trained on."""
         config = self.config
         trained = [s for s in samples if s.state is Fate.TRAINED]
-        advantage = config.algorithm_section().advantage if config.has_rollouts() else ""
+        advantage = config.algorithm_section().advantage if config.learns_from_rewards() else ""
         self._give("signal", step, lambda: without_gradient(metrics, samples) or few_signals(advantage, trained))
         self._steps, self._domains = self._steps + 1, self._domains | {s.prompt.domain for s in samples}
         if samples and self._steps == min(SOON, config.steps):

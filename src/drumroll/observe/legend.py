@@ -25,8 +25,8 @@ LEGEND = (
     (r"(environment|eval)/.+/turns", "Turns per episode."),
     (
         r"train/loss",
-        "The objective that is minimised. Where the ratio of every token is 1 (one update per batch), a policy loss is minus the mean "
-        "advantage, so a value near 0 is normal and says nothing about learning: look at the reward.",
+        "The objective that is minimised. Of a policy that learns from rewards a value near 0 is normal (minus the mean advantage, "
+        "where every ratio is 1) and says little: look at the reward.",
     ),
     (r"(train|eval/.+)/accuracy", "Share of pairs whose chosen answer is preferred by the model."),
     (r"(train|eval/.+)/margin", "Mean reward, or score, of chosen less rejected answers."),

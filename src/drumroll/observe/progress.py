@@ -244,7 +244,8 @@ def ending(run: RunReader, summary: Mapping[str, Any]) -> tuple[Table | None, li
     lines = [f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s"]
     lines += [] if names else ["held out none: eval.sets in the recipe names sets to measure before and after"]
     lines += [f"run      {run.path}", f"model    {run.model_path}: {model_text(run)}", f"report   {run.path / 'report.html'}"]
-    return table if names else None, [*lines, f"look     drumroll run samples {run.path}"]
+    lines += [f"look     drumroll run samples {run.path}"] if run.rollouts() else []
+    return table if names else None, lines
 
 
 def for_console(config: RunConfig, console: Console, *, verbose: bool = False) -> Progress:

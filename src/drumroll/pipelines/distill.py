@@ -91,6 +91,8 @@ async def _take(
             groups = await rollouts.take(config.rollout.prompts)
             metrics = describe(groups, rollouts.version) if groups else {}
             metrics |= rollouts.stats.metrics(stable=config.deterministic) | rollouts.source.metrics()
+            if not config.is_scored():
+                metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
             return (await pack(workers, groups, rollouts.oldest_trainable()), groups, metrics) if groups else None
     assert rows is not None
     async with session.stage("data"):
