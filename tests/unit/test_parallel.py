@@ -59,6 +59,12 @@ LAYOUTS = {
     "context 2": {"context": 2},
     "shard 2 × context 2": {"shard": 2, "context": 2},
 }
+EVERYWHERE = [
+    ("shard 2", {"backend": "deepspeed", "zero": 3}),
+    ("tensor 2", {"backend": "megatron", "sequence": False}),
+    *((layout, {}) for layout in LAYOUTS),
+]
+"""One layout of each other backend, and all of ours."""
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from test_batch import random_groups
-from test_parallel import LAYOUTS, LIMITS, Matrix, errors, infer, train
+from test_parallel import EVERYWHERE, LAYOUTS, LIMITS, Matrix, errors, infer, train
 
 from drumroll.algorithms.aggregations import unit_mean
 from drumroll.algorithms.preferences import PreferenceLoss
@@ -78,14 +78,7 @@ def test_a_pair_on_two_ranks_is_found(matrix):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        ("shard 2", {"backend": "deepspeed", "zero": 3}),
-        ("tensor 2", {"backend": "megatron", "sequence": False}),
-        *((layout, {}) for layout in LAYOUTS),
-    ],
-)
+@pytest.mark.parametrize(("layout", "options"), EVERYWHERE)
 def test_every_backend_and_layout_trains_on_preferences(matrix, layout, options):
     found = matrix.compare(layout, "Llama", "actor", "float32", **options)
     assert found.within(LIMITS["float32"]), found

@@ -9,7 +9,7 @@ import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_batch import random_groups
-from test_parallel import FAMILIES, LAYOUTS, LIMITS, ROLES, SIZES, Matrix
+from test_parallel import EVERYWHERE, FAMILIES, LIMITS, ROLES, SIZES, Matrix
 from torch.nn.functional import logsigmoid
 
 from drumroll.algorithms.aggregations import unit_mean
@@ -191,14 +191,7 @@ def test_ranks_train_a_reward_model_as_one_process(matrix, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        ("shard 2", {"backend": "deepspeed", "zero": 3}),
-        ("tensor 2", {"backend": "megatron", "sequence": False}),
-        *((layout, {}) for layout in LAYOUTS),
-    ],
-)
+@pytest.mark.parametrize(("layout", "options"), EVERYWHERE)
 def test_every_backend_and_layout_trains_a_reward_model(matrix, layout, options):
     found = matrix.compare(layout, "Qwen3", "reward", "float32", **options)
     assert found.within(LIMITS["float32"]), found

@@ -147,7 +147,8 @@ def margin_of(row: Mapping[str, Any], kind: str, name: str) -> float:
         found = [float(row[column]) for column in columns]
     except (KeyError, TypeError, ValueError):
         raise BadRow(
-            f"{name}: margin: {kind} needs numbers in {' and '.join(columns)}; a row has {', '.join(sorted(row))}."
+            f"{name}: margin: {kind} needs numbers in {' and '.join(columns)}, got {', '.join(repr(row.get(c)) for c in columns):.60}; "
+            f"the row has {', '.join(sorted(row))}."
         ) from None
     margin = found[0] if kind == "column" else found[0] - found[1]
     if not math.isfinite(margin):

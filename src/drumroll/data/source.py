@@ -81,8 +81,9 @@ class RowCheck:
         missing = [*wanted, *((c, who) for c, who in required if row.get(c) is None and c not in answered)]
         if missing or content is None:
             column, who = missing[0]
-            has = ", ".join(sorted(str(c) for c, value in row.items() if value is not None))
-            raise BadRow(f"{self.name}: row {number + 1} lacks the column '{column}', which {who} needs; it has {has}.")
+            has = ", ".join(sorted(str(c) for c, value in row.items() if value is not None)) or "nothing"
+            turns = " or a turn of the assistant" if column == self.config.completion and isinstance(content, tuple) else ""
+            raise BadRow(f"{self.name}: row {number + 1} lacks the column '{column}'{turns}, which {who} needs; it has {has}.")
         return domain, content, row, scene
 
     def _scene(self, row: Row) -> Scene | None:
