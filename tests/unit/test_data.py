@@ -146,6 +146,21 @@ def test_with_a_mixture_epochs_are_those_of_the_largest_dataset(tmp_path):
     assert drawn["b0"] + drawn["b1"] in (5, 6)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.jsonl", '{"prompt": "a"}'), ("a.json", '[{"prompt": "a"}]'), ("a.csv", "prompt\na\n")]
+)
+def test_a_mark_of_byte_order_is_no_part_of_a_row(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert list(read("x", DatasetConfig(source=str(tmp_path / name)), 0)) == [{"prompt": "a"}]
+
+
+def test_a_path_in_a_directory_that_is_here_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(DataError, match="x: cannot read runs/nope: No such file"):
+        read("x", DatasetConfig(source="runs/nope"), 0)
+
+
 def test_overlong_prompts(tmp_path):
     rows = [{"prompt": "x" * 50}, {"prompt": "ok"}]
     dropping = source(tmp_path, rows, max_prompt_tokens=10, shuffle=False)

@@ -55,7 +55,7 @@ def line_number(path: Path, index: int) -> int:
 
 def _parsed(name: str, path: Path, index: int, line: bytes) -> Row:
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
         raise DataError(f"{name}: {path}:{line_number(path, index)} is not valid JSON: {str(error).rstrip('.')}.") from None
     if not isinstance(row, dict):

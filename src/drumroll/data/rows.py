@@ -96,9 +96,8 @@ def _kind(source: str) -> Callable[..., Any]:
         return _read_directory
     if ":" in source and not path.exists():
         return _call
-    if not path.exists() and path.suffix not in SUFFIXES and source.count("/") == 1 and source[0] not in "./~":
-        return _read_hub
-    return _read_file
+    of_hub = path.suffix not in SUFFIXES and source.count("/") == 1 and source[0] not in "./~"
+    return _read_hub if of_hub and not path.exists() and not path.parent.is_dir() else _read_file
 
 
 def _open(name: str, config: DatasetConfig, seed: int, *, answers: bool = False) -> Sequence[Row] | Iterator[Row]:
@@ -250,7 +249,7 @@ def _read_file(name: str, path: Path) -> Sequence[Row]:
                     raise DataError(f"{name}: {path} must hold a list of rows, it holds a {type(rows).__name__}.")
                 return rows
             case ".csv":
-                return list(csv.DictReader(io.StringIO(path.read_bytes().decode(), newline="")))
+                return list(csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8-sig"), newline="")))
     except OSError as error:
         raise DataError(f"{name}: cannot read {path}: {error.strerror}.") from None
     except ValueError as error:

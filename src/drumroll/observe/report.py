@@ -136,18 +136,21 @@ def _finite(value: float | None) -> float | None:
 
 def _charts(keys: Sequence[str]) -> tuple[list[Chart], list[Chart]]:
     """Return the charts of the overview, and the rest: every metric is in exactly one chart."""
+
+    def name_of(key: str) -> str:
+        return held_out[key][1] if key in held_out else key.split("/")[1]
+
     rewards = [key for key in keys if re.fullmatch("reward/[^/]+", key)]
-    held_out = {key: found[2] for key in keys if (found := HELD_OUT.fullmatch(key))}
-    evals = [key for key, kind in held_out.items() if kind not in MEASURED]
-    answered = {kind: [key for key, own in held_out.items() if own == kind] for kind in MEASURED}
+    held_out = {key: found for key in keys if (found := HELD_OUT.fullmatch(key))}
+    evals = [key for key, found in held_out.items() if found[2] not in MEASURED]
+    answered = {kind: [key for key, found in held_out.items() if found[2] == kind] for kind in MEASURED}
     successes = [key for key in keys if re.fullmatch("environment/[^/]+/success", key)]
-    sets = {key: found[1] for key in keys if (found := HELD_OUT.fullmatch(key))}
-    names = list(dict.fromkeys(sets.get(key) or key.split("/")[1] for key in (*rewards, *evals, *chain(*answered.values()))))
+    names = list(dict.fromkeys(name_of(key) for key in (*rewards, *evals, *chain(*answered.values()))))
     stages = [key for key in keys if key.startswith("time/") and key not in NOT_STAGES]
 
     def named(key: str) -> Series:
-        name, variant = sets.get(key) or key.split("/")[1], " sampled" if key.endswith("/sampled") else ""
-        return Series(key, name + variant, names.index(name) % COLOURS + 1, dashed=bool(variant))
+        variant = " sampled" if key.endswith("/sampled") else ""
+        return Series(key, name_of(key) + variant, names.index(name_of(key)) % COLOURS + 1, dashed=bool(variant))
 
     overview = [
         *_split("Reward", [named(key) for key in rewards], zero=True, wide=True),
