@@ -11,7 +11,7 @@ from test_data import chat_renderer
 
 from drumroll.config import load
 from drumroll.config.data import DatasetConfig
-from drumroll.data.layouts import _IFEVAL, LAYOUTS, instruction
+from drumroll.data.layouts import _IFEVAL, LAYOUTS, arrange, instruction
 from drumroll.data.rows import read
 from drumroll.data.source import Reader, no_columns
 from drumroll.errors import DataError, MissingExtra
@@ -76,6 +76,23 @@ def test_trl(tmp_path, kind):
     assert rows_of(tmp_path, [{"prompt": USER, "solution": "2"}], kind)[0]["answer"] == "2"
     both = rows_of(tmp_path, [{"prompt": USER, "solution": "long", "answer": "2"}], kind)[0]
     assert (both["answer"], both["solution"]) == ("2", "long")
+
+
+def test_conversations_of_sharegpt_are_messages():
+    turns = [("system", "be kind"), ("human", "hi"), ("gpt", "call"), ("observation", "4"), ("gpt", "yes")]
+    expected = [{"role": role, "content": text} for role, text in
+                (("system", "be kind"), ("user", "hi"), ("assistant", "call"), ("tool", "4"), ("assistant", "yes"))]  # fmt: skip
+    dataset = DatasetConfig(source="x.jsonl")
+    row = {"conversations": [{"from": who, "value": text} for who, text in turns]}
+    assert arrange("x", dataset, row)["messages"] == expected
+    assert arrange("x", dataset, {"conversations": expected})["messages"] == expected
+    for other in (
+        {"conversations": "hi"},
+        {"conversations": [{"text": "hi"}]},
+        {"conversations": None},
+        {"messages": [], **row},
+    ):
+        assert arrange("x", dataset, other).get("messages") in (None, [])
 
 
 def test_columns_and_tags(tmp_path):

@@ -18,6 +18,8 @@ from drumroll.errors import BadRow
 
 Layout = Callable[[Row], Row]
 MISSING = object()
+SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+"""Our roles by ShareGPT's, where they differ."""
 
 
 def arrange(name: str, config: DatasetConfig, row: Any) -> Any:
@@ -91,8 +93,10 @@ def verl(row: Row) -> Row:
 
 
 def trl(row: Row) -> Row:
-    """`prompt` or `messages`; `completion` as text or messages; the answer may be called `solution` or `ground_truth`."""
+    """`prompt`, `messages` or `conversations`; `completion` as text or messages; the answer may be called `solution` or `ground_truth`."""
     found = dict(row)
+    if row.get("messages") is None and (said := _conversations(row.get("conversations"))):
+        found["messages"] = said
     completion = row.get("completion")
     if isinstance(completion, Sequence) and not isinstance(completion, str) and len(completion) == 1:
         turn = completion[0]
@@ -102,6 +106,15 @@ def trl(row: Row) -> Row:
         if other in row:
             found.setdefault("answer", row[other])
     return found
+
+
+def _conversations(turns: Any) -> list[Row]:
+    """ShareGPT's turns, with `from` and `value`, as messages; those that are messages already, as they are."""
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not all(isinstance(turn, Mapping) for turn in turns):
+        return []
+    if all({"from", "value"} <= turn.keys() for turn in turns):
+        return [{"role": SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+    return list(turns) if all("role" in turn for turn in turns) else []
 
 
 # --- datasets ---
