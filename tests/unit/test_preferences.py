@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_batch import gradient, random_groups, relative
+from thinking_templates import TEMPLATES
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -196,7 +197,7 @@ def chatty():
 def traces_of(row, renderer, dataset=None, **changes):
     config = PreferenceConfig(data={"train": {"x": {"source": "a.jsonl"}}, **changes.pop("data", {})}, **changes)
     dataset = DatasetConfig(source="a.jsonl", **(dataset or {}))
-    reader = Reader("data.train.x", dataset, renderer, no_columns)
+    reader = Reader("data.train.x", dataset, renderer, no_columns, given=True)
     prompt = reader.prompt(arrange("data.train.x", dataset, row), 0)
     return [sample.traces[0] for sample in PreferenceReader(config).group(reader, prompt, 0).samples]
 
@@ -271,6 +272,37 @@ def test_only_the_assistants_turns_of_a_long_answer_are_trained():
     assert chosen == "u:hi<eos>a:[n][o][<eos>]u:why<eos>a:[y][e][s][<eos>]"
     implicit = {"chosen": [USER, BAD, more, GOOD], "rejected": [USER, GOOD, more, BAD]}
     assert shown(implicit, Renderer(chatty()))[0] == chosen
+
+
+def test_calls_of_tools_and_their_results_stand_in_answers():
+    """In words, for a template that knows no tools."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    row = {"prompt": [USER], "chosen": [call, {"role": "tool", "content": "2"}, GOOD], "rejected": BAD, "tools": tools}
+    chosen, rejected = traces_of(row, Renderer(chatty()))
+    decode = chatty().decode
+    written = [
+        decode([t for t, owner in zip(chosen.tokens, chosen.owners, strict=True) if owner is kind]).replace(" ", "")
+        for kind in Owner
+    ]
+    prompt, policy, between = (text.replace("\n", "") for text in written)
+    assert prompt.startswith("u:Youmaycallthesetools:<tools>")
+    assert prompt.endswith("hi<eos>a:")
+    assert policy == '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call><eos>yes<eos>'
+    assert between == "u:<tool_response>2</tool_response><eos>a:"
+    assert rejected.tokens[: rejected.owners.index(Owner.POLICY)] == chosen.tokens[: chosen.owners.index(Owner.POLICY)]
+
+
+def test_answers_that_are_no_single_sequence_are_refused():
+    more, tokenizer = {"role": "user", "content": "why"}, chatty()
+    row = {"prompt": [USER], "chosen": [{**GOOD, "content": "<think>\na\n</think>\n\nyes"}, more, GOOD], "rejected": [BAD]}
+    tokenizer.chat_template = TEMPLATES["since"]
+    with pytest.raises(BadRow, match="shows earlier turns otherwise than they were written"):
+        traces_of(row, Renderer(tokenizer))
+    with pytest.raises(BadRow, match="needs a chat template"):
+        traces_of({**row, "prompt": "hi"}, Renderer(tiny.tokenizer()))
+    with pytest.raises(BadRow, match="has no chat template"):
+        traces_of(row, Renderer(tiny.tokenizer()))
 
 
 def test_rated_rows_are_single_answers_and_pairs_two():

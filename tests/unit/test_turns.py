@@ -44,7 +44,7 @@ def config_of(**changes):
 def sample_of(row, renderer, dataset=(), **changes):
     """The sample of one row, without its file."""
     own = DatasetConfig(source="rows.jsonl", **dict(dataset))
-    reader = Reader("rows", own, renderer, no_columns, imitated=True)
+    reader = Reader("rows", own, renderer, no_columns, given=True)
     return (
         Demonstrations(config_of(**changes), renderer).group(reader, reader.prompt(arrange("rows", own, row), 0), 0).samples[0]
     )

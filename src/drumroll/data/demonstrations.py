@@ -26,14 +26,14 @@ class Demonstrations(GivenRows):
     """Draws batches of rows to imitate."""
 
     def __init__(self, config: SFTConfig, renderer: Renderer, notice: Callable[[str], None] = lambda text: None) -> None:
-        super().__init__(config.data, config.seed, config.batch, renderer, notice, imitated=True)
+        super().__init__(config.data, config.seed, config.batch, renderer, notice, answers=True)
         self.config, self.truncated = config, 0
         chosen = "train_column" if config.train_column else f"train_on: {config.train_on}".replace("'", "")
         self.reasons = {
             "long": f"it has no room in max_tokens: {config.max_tokens} or its prompt none in data.max_prompt_tokens: {config.data.max_prompt_tokens}",
             "untrained": f"{chosen} chooses none of its turns",
         }
-        self.held_out = read_held_out(config.held_out, renderer, self.group, self.reasons, imitated=True)
+        self.held_out = read_held_out(config.held_out, renderer, self.group, self.reasons, answers=True)
         self.truncated = 0  # of the training rows
 
     def batch(self) -> Batch | None:

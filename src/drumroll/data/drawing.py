@@ -37,10 +37,10 @@ class GivenRows(ABC):
         renderer: Renderer,
         notice: Callable[[str], None] = lambda text: None,
         *,
-        imitated: bool = False,
+        answers: bool = False,
     ) -> None:
-        unlimited = data.model_copy(update={"max_prompt_tokens": 2**62})  # `group` drops, so that it can be counted
-        self.source = PromptSource(unlimited, seed, renderer, tolerant=True, imitated=imitated)
+        """`answers`: a run gives its answers, not pairs of them."""
+        self.source = PromptSource(data, seed, renderer, tolerant=True, given=True, answers=answers)
         self.size = batch
         self.dropped: Counter[str] = Counter()
         self._notice = notice

@@ -26,18 +26,18 @@ class HeldOut:
 
 
 def read_held_out(
-    sets: Mapping[str, HeldOutConfig], renderer: Renderer, make: Make, reasons: Mapping[str, str], *, imitated: bool = False
+    sets: Mapping[str, HeldOutConfig], renderer: Renderer, make: Make, reasons: Mapping[str, str], *, answers: bool = False
 ) -> dict[str, HeldOut]:
     """The sets by name. A row that nothing can be measured on is dropped and told; a bad row, or a set without a usable one, is refused."""
     return {
-        name: _read(Reader(f"held_out.{name}", each, renderer, no_columns, imitated=imitated), make, reasons)
+        name: _read(Reader(f"held_out.{name}", each, renderer, no_columns, given=True), make, reasons, answers=answers)
         for name, each in sets.items()
     }
 
 
-def _read(own: Reader, make: Make, reasons: Mapping[str, str]) -> HeldOut:
+def _read(own: Reader, make: Make, reasons: Mapping[str, str], *, answers: bool) -> HeldOut:
     found, first, count = HeldOut([]), "", 0
-    for number, row in enumerate(read(own.name, own.config, seed=0, answers=own.imitated)):
+    for number, row in enumerate(read(own.name, own.config, seed=0, answers=answers)):
         try:
             found.groups.append(make(own, own.prompt(row, number), number))
         except Dropped as dropped:

@@ -15,14 +15,13 @@ from typing_extensions import override
 
 from drumroll.batch import Batch, pack
 from drumroll.config.preferences import PreferenceRows
-from drumroll.data.conversation import Conversation
 from drumroll.data.drawing import Dropped, GivenRows, fitted, joined
 from drumroll.data.held_out import HeldOut, read_held_out
 from drumroll.data.preference_layouts import ASSISTANT, HUMAN, dialogue
 from drumroll.data.render import Content, Renderer
 from drumroll.data.runs import RECORDED
 from drumroll.data.source import Reader
-from drumroll.data.turns import Pieces
+from drumroll.data.turns import Pieces, Turns, conversation, tools_of
 from drumroll.errors import BadRow, DataError
 from drumroll.sample import Group, Message, Owner, Prompt, Sample, Trace
 
@@ -71,18 +70,19 @@ class PreferenceReader:
         ):
             yield from ((list(before), [(Owner.POLICY, list(own))]) for before, own in recorded)
             return
-        content = self._content(reader, prompt)
-        tokens = list(reader.renderer.prompt(content, chat=reader.config.chat, system=reader.config.system))
         for answer, _ in answers:
-            yield tokens, self._pieces(reader, prompt, content, answer)
-
-    def _content(self, reader: Reader, prompt: Prompt) -> Content:
-        """The prompt. A text in the layout of HH is a conversation if it is rendered as a chat."""
-        content = prompt.content
-        if not isinstance(content, str) or not _is_dialogue(reader, content):
-            return content
-        turns = dialogue(content)
-        return tuple(turns[:-1] if turns[-1]["role"] == "assistant" else turns)
+            content, turns = self._turns(reader, prompt, answer)
+            if not turns[0].get("tool_calls") and not str(turns[0].get("content") or "").strip():
+                raise Dropped("empty")
+            try:
+                tokens, pieces = self._talk(reader, prompt, content, turns)
+            except BadRow:
+                raise
+            except DataError as error:
+                raise BadRow(f"{reader.name}: {error}") from error
+            if not tokens:
+                raise BadRow(f"{reader.name}: a row has an empty prompt.")
+            yield tokens, pieces
 
     def _answers(self, reader: Reader, prompt: Prompt) -> list[Answer]:
         row = prompt.columns
@@ -103,28 +103,38 @@ class PreferenceReader:
             )
         return [(completion, rating)]
 
-    def _pieces(self, reader: Reader, prompt: Prompt, content: Content, answer: Any) -> Pieces:
-        """The tokens of an answer: the assistant's turns, and what was said between them."""
-        chat, system, renderer = reader.config.chat, reader.config.system, reader.renderer
-        if isinstance(answer, str) and isinstance(prompt.content, str) and _is_dialogue(reader, prompt.content):
-            opening = "" if dialogue(prompt.content)[-1]["role"] == "assistant" else ASSISTANT
-            answer = dialogue(prompt.content + opening + answer)[len(content) :]
-        if isinstance(answer, str):
-            answer = {"role": "assistant", "content": answer}
-        answer = [answer] if isinstance(answer, Mapping) else answer
-        given = answer if isinstance(answer, Sequence) else ()
-        turns = [dict(turn) for turn in given if isinstance(turn, Mapping) and isinstance(turn.get("content"), str)]
-        if len(turns) < len(given) or not turns or turns[0]["role"] != "assistant":
+    def _turns(self, reader: Reader, prompt: Prompt, answer: Any) -> tuple[Content, list[Message]]:
+        """The prompt, and the messages of an answer. In a chat, texts in the layout of HH are conversations."""
+        content = prompt.content
+        if isinstance(content, str) and isinstance(answer, str) and _is_dialogue(reader, content):
+            said = dialogue(content)
+            before = said[:-1] if said[-1]["role"] == "assistant" else said
+            return tuple(before), dialogue(content + (ASSISTANT if before is said else "") + answer)[len(before) :]
+        given = isinstance(answer, (str, Mapping, Sequence))
+        turns = conversation(answer, f"{reader.name}: messages of an answer") if given else []
+        if not turns or turns[0]["role"] != "assistant":
             raise BadRow(
                 f"{reader.name}: an answer must be a text, or messages of which the assistant's is first, got {answer!r:.80}."
             )
-        if not turns[0]["content"].strip():
-            raise Dropped("empty")
-        if len(turns) == 1:
-            return [(Owner.POLICY, renderer.answer(content, turns[0]["content"], chat=chat, system=system))]
-        return _talk(
-            Conversation(renderer, content if isinstance(content, str) else list(content), chat=chat, system=system), turns
-        )
+        return content, turns
+
+    def _talk(self, reader: Reader, prompt: Prompt, content: Content, turns: list[Message]) -> tuple[list[int], Pieces]:
+        """Tokens of the prompt, and of an answer: the assistant's turns, and what was said between them."""
+        renderer, chat, system = reader.renderer, reader.config.chat, reader.config.system
+        said = renderer.turns(content, chat, system)
+        if said is None:
+            if len(turns) > 1 or turns[0].get("tool_calls"):
+                raise BadRow(f"{reader.name}: an answer of several turns, or with calls of tools, needs a chat template.")
+            return list(renderer.prompt(content, chat=chat)), [(Owner.POLICY, renderer.turn(turns[0]["content"]))]
+        chosen = [False] * len(said) + [turn["role"] == "assistant" for turn in turns]
+        tools = tools_of(prompt.columns, f"{reader.name}: the column 'tools'")
+        first, *more = Turns(renderer, [*said, *turns], tools).traces(chosen)
+        if more:
+            raise BadRow(
+                f"{reader.name}: the chat template of {renderer.name} shows earlier turns otherwise than they were written, so an answer of "
+                "several turns is no single sequence."
+            )
+        return first[0][1], first[1:]
 
     def _trace(self, prompt: list[int], pieces: Pieces, reader: Reader) -> Trace:
         limit, length = self.config.max_tokens, len(prompt) + sum(len(tokens) for _, tokens in pieces)
@@ -159,21 +169,6 @@ def margin_of(row: Mapping[str, Any], kind: str, name: str) -> float:
 def _is_dialogue(reader: Reader, text: str) -> bool:
     chat = reader.renderer.has_template if reader.config.chat is None else reader.config.chat
     return (chat or reader.config.system is not None) and text.lstrip().startswith(HUMAN.strip())
-
-
-def _talk(talk: Conversation, turns: Sequence[Message]) -> Pieces:
-    """The pieces of an answer of several turns."""
-    talk.prompt()
-    pieces: Pieces = [(Owner.POLICY, talk.renderer.turn(turns[0]["content"]))]
-    said, heard = turns[0]["content"], list[Message]()
-    for turn in turns[1:]:
-        if turn["role"] != "assistant":
-            heard.append(turn)
-            continue
-        pieces.append((Owner.ENVIRONMENT, talk.follow(said, heard, pieces[-1][1][-1])))
-        pieces.append((Owner.POLICY, talk.renderer.turn(turn["content"])))
-        said, heard = turn["content"], []
-    return pieces
 
 
 def packed(groups: Sequence[Group], *, pairs: bool) -> Batch:

@@ -126,7 +126,7 @@ class Reader:
     required: RequiredColumns
     environment: EnvironmentConfig = NONE
     stream: str = ""
-    imitated: bool = False
+    given: bool = False
     """Leave the rendering to the caller, who renders prompts together with their answers."""
     at: int = 0
     """The number of the last row, from 0."""
@@ -141,7 +141,7 @@ class Reader:
         domain, content, row, scene = self.check(row, number)
         if scene is not None:
             return Prompt(Prompt.stable_id([domain, content, row]), domain, content, (), row, self.stream, scene)
-        if self.imitated:
+        if self.given:
             return Prompt(Prompt.stable_id([domain, content]), domain, content, (), row, self.stream)
         tokens = self.renderer.prompt(content, chat=self.config.chat, system=self.config.system)
         if not tokens:
@@ -248,11 +248,13 @@ class PromptSource:
         environment: EnvironmentConfig = NONE,
         *,
         tolerant: bool = False,
-        imitated: bool = False,
+        given: bool = False,
+        answers: bool = False,
     ) -> None:
         """`tolerant` gives an unusable row as a prompt with a `defect` instead of raising, once its dataset has had a usable one.
 
-        `imitated` gives prompts without tokens, for a caller who renders them with their answers; a run gives its answers.
+        `given` gives prompts without tokens, for a caller who renders them with their answers; with `answers` a run gives
+        its answers, not pairs of them.
         """
         self.config = config
         self.tolerant = tolerant
@@ -262,10 +264,8 @@ class PromptSource:
         self.shares = {name: share for name, share in config.mixture.items() if share} if config.mixture else {"": 1.0}
         self._streams = [
             _Stream(
-                Reader(
-                    f"data.train.{name}", dataset, renderer, required, environment, name if config.mixture else "", imitated
-                ),
-                read(f"data.train.{name}", dataset, seed, answers=imitated),
+                Reader(f"data.train.{name}", dataset, renderer, required, environment, name if config.mixture else "", given),
+                read(f"data.train.{name}", dataset, seed, answers=answers),
                 mixture[name],
                 f"{seed}/{name}" if config.shuffle else None,
             )
