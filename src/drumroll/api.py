@@ -145,7 +145,7 @@ def evaluate(
     config, given = _config(recipe, named, given, EVALUATION)
     if config.trains_scores():
         raise ConfigError(
-            f"{model} is a reward model, which answers nothing; its report has its accuracy on the pairs under held_out."
+            f"{model} is a reward model and generates no answers; the report of its run has its accuracy on the pairs under held_out."
         )
     if not config.eval.sets:
         measured = (

@@ -48,7 +48,7 @@ def config_of(target: str, overrides: Sequence[str] = ()) -> RunConfig:
         config = load(path / CONFIG, [f"model={run.model_path}", "roles.actor.model=null", *overrides]).config
         if config.trains_scores():
             raise ConfigError(
-                f"{target} trained a reward model, which writes nothing that could be served here; a recipe asks it by "
+                f"{target} trained a reward model, which cannot generate text; a recipe asks it by "
                 f"roles.reward_model.model: {target}, and `vllm serve {run.model_path} --runner pooling` serves its scores."
             )
         return config

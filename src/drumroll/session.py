@@ -25,6 +25,7 @@ from drumroll.observe.hints import Hints
 from drumroll.observe.model_card import write_card
 from drumroll.observe.progress import Progress
 from drumroll.observe.report import write_report
+from drumroll.observe.runs import HELD_OUT
 from drumroll.observe.trackers import Trackers
 from drumroll.rollout.evaluation import Evaluator
 from drumroll.runfiles.format import LEDGER
@@ -220,8 +221,7 @@ class Session:
     def summary(self) -> dict[str, Any]:
         """Before and after per held-out set, or domain of one (`set/domain`), steps and seconds."""
         sets = [*(s.name for s in (self.evaluator.sets if self.evaluator else ())), *self.config.held_out_sets()]
-        parts = [key.split("/") for key in self.after if key.startswith("eval/") and key.endswith("/accuracy")]
-        domains = [f"{part[1]}/{part[2]}" for part in parts if len(part) == 4]
+        domains = [found[1] for key in self.after if (found := HELD_OUT.fullmatch(key)) and "/" in found[1]]
 
         def pick(metrics: Metrics, suffix: str) -> Metrics:
             return {name: metrics[key] for name in (*sets, *domains) if (key := f"eval/{name}{suffix}") in metrics}

@@ -13,6 +13,8 @@ from drumroll.algorithms.losses import DistillLoss, PolicyLoss, SFTLoss
 from drumroll.batch import join, pack
 from drumroll.config import check, load
 from drumroll.config.algorithm import AlgorithmConfig
+from drumroll.config.distill import DistillConfig
+from drumroll.config.divergence import DivergenceConfig
 from drumroll.errors import ConfigError
 from drumroll.learners import Update
 from drumroll.workers.roles import open_learner
@@ -156,6 +158,8 @@ def test_demonstrations_wait_until_the_policy_learns(distill, small):
 def test_the_whole_vocabulary_is_the_default_whichever_divergence_is_named(distill):
     for named in ("reverse", {"use": "jsd"}, {"use": "jsd", "beta": 0.3}):
         assert check(distill(divergence=named)).divergence.over == "all"
+    changed = DistillConfig.model_validate({**distill(), "divergence": DivergenceConfig(use="jsd")})
+    assert (changed.divergence.use, changed.divergence.over) == ("jsd", "all")
     assert AlgorithmConfig(divergence={"use": "jsd"}).divergence.over == "sampled"
 
 
@@ -185,7 +189,7 @@ def test_an_earlier_run_teaches_its_student(distill, tmp_path):
         ({"reward": {}}, "reward is missing: eval.sets are scored by it"),
         ({"sft": 0.5}, "sft: 0.5 imitates given answers, and on_policy: 1 has none; set on_policy below 1"),
         ({"divergence": "revrse"}, "divergence.use: 'revrse' is not known; choose one of forward"),
-        ({"divergence": {"use": "jsd", "beta": 1}}, "divergence: beta: 1 compares with one side alone; set use: reverse"),
+        ({"divergence": {"use": "jsd", "beta": 1}}, "divergence: beta: 1 is the limit where jsd becomes another: set use: reverse"),
         ({"divergence": {"top_k": 5}}, "divergence: top_k: 5 belongs to over: top_k, but over is all"),
         ({"divergence": {"over": "sampled"}, "on_policy": 0.5}, "over: sampled estimates reverse on tokens that the student drew"),
         ({"roles": {"teacher": {"model": "WIDER"}}}, "has other tokens than the actor"),

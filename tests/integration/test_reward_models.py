@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 import yaml
-from test_preferences import chatty
+from test_preferences import CHAT, chatty
 
 import drumroll as package
 from drumroll.config import load
@@ -88,7 +88,7 @@ def test_it_learns_and_is_used_at_once(recipe, drumroll, small, tmp_path):
 def test_a_reward_model_is_refused_where_a_model_must_write(recipe, small, drumroll):
     """And a language model where a score is wanted."""
     run = package.train(recipe(name="scorer", steps=1))
-    scorer, said = str(run.path), "is a sequence classifier, which scores answers and writes none; name a language model"
+    scorer, said = str(run.path), "cannot generate text; name a language model"
     judge = {"roles": {"judge": {"model": scorer}}, "reward": "judge"}
     supervised = recipe(pipeline="sft", model=scorer, held_out={}) | {"eval": {}}
     for made, key in ((small(model=scorer), "model"), (supervised, "model"), (small(**judge), "roles.judge.model")):
@@ -96,29 +96,32 @@ def test_a_reward_model_is_refused_where_a_model_must_write(recipe, small, drumr
             package.train(made)
     with pytest.raises(ModelError, match=said):
         package.evaluate(run.model_path, small())
-    with pytest.raises(ConfigError, match="is a reward model, which answers nothing"):
+    with pytest.raises(ConfigError, match="is a reward model and generates no answers"):
         package.evaluate(run)
-    assert "trained a reward model, which writes nothing that could be served here" in drumroll("serve", scorer)[2]
+    assert "trained a reward model, which cannot generate text" in drumroll("serve", scorer)[2]
     named = {"roles": {"reward_model": {"model": "tiny"}}, "reward": "reward_model"}
-    with pytest.raises(ModelError, match=r"roles.reward_model.model: tiny is a language model, which scores nothing"):
+    with pytest.raises(ModelError, match=r"roles.reward_model.model: tiny is a language model, which has no score head"):
         package.train(small(**named))
 
 
 def test_a_prompt_is_shown_as_its_role_says():
-    """With a system message, or without the turns of a chat, as the rows that it was trained on."""
-    asked, tokenizer = [], chatty()
+    """With a system message, arguments of the template, or no turns of a chat: as the rows that it was trained on."""
+    tokenizer, workers = chatty(), LocalGroup(Role.REWARD_MODEL, [])
 
-    class Group:
-        size = 1
+    def shown(**role):
+        model = RewardModel(RewardModelRole(model="x", **role), workers, tokenizer)
+        return tokenizer.decode(model._tokens("hi", "yes")).replace(" ", "")
 
-        async def call(self, rank, method, rows):
-            asked.extend(tokenizer.decode(row).replace(" ", "") for row in rows)
-            return [0.0] * len(rows)
-
-    for role in ({}, {"system": "be kind"}, {"chat": False}):
-        model = RewardModel(RewardModelRole(model="x", **role), Group(), tokenizer)
-        asyncio.run(model("hi", "yes"))
-    assert asked == ["u:hi<eos>a:yes<eos>", "s:bekind<eos>u:hi<eos>a:yes<eos>", "hiyes<eos>"]
+    assert shown() == "u:hi<eos>a:yes<eos>"
+    assert shown(system="be kind") == "s:bekind<eos>u:hi<eos>a:yes<eos>"
+    assert shown(chat=False) == "hiyes<eos>"
+    tokenizer.chat_template = "{{ mood }}" + CHAT
+    assert shown(template={"mood": "glad "}) == "gladu:hi<eos>a:yes<eos>"
+    with pytest.raises(ConfigError, match=r"roles.reward_model.template: the chat template of .* has no variable 'mod'"):
+        shown(template={"mod": "glad"})
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"roles.reward_model.system needs a chat template, and the tokenizer of x has none"):
+        shown(system="be kind")
 
 
 async def margin_of(path, made):

@@ -106,7 +106,7 @@ def chain(folder, seed):
 
 
 @pytest.mark.slow
-def test_every_stage_of_the_chain_gains_more_than_seeds_differ(tmp_path):
+def test_rlhf_and_distillation_gain_more_than_seeds_differ(tmp_path):
     """The table of the recipe's README: three whole chains, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         seeds = list(pool.map(lambda seed: chain(tmp_path / str(seed), seed), range(3)))

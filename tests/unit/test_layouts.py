@@ -86,6 +86,12 @@ def test_conversations_of_sharegpt_are_messages():
     row = {"conversations": [{"from": who, "value": text} for who, text in turns]}
     assert arrange("x", dataset, row)["messages"] == expected
     assert arrange("x", dataset, {"conversations": expected})["messages"] == expected
+    called = {
+        "conversations": [{"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'}],
+        "system": "be kind",
+    }
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    assert arrange("x", dataset, called)["messages"] == [{"role": "system", "content": "be kind"}, call]
     for other in (
         {"conversations": "hi"},
         {"conversations": [{"text": "hi"}]},

@@ -170,6 +170,11 @@ USER, GOOD, BAD = (
 LAYOUTS = {
     "explicit, text": {"prompt": "hi", "chosen": "yes", "rejected": "no"},
     "explicit, one message": {"prompt": [USER], "chosen": GOOD, "rejected": BAD},
+    "explicit, parts of text": {
+        "prompt": [USER],
+        "chosen": [{**GOOD, "content": [{"type": "text", "text": "yes"}]}],
+        "rejected": BAD,
+    },
     "explicit, messages": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
     "implicit": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
     "UltraFeedback, binarised": {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD], "score_chosen": 8.0},
@@ -197,7 +202,7 @@ def chatty():
 def traces_of(row, renderer, dataset=None, **changes):
     config = PreferenceConfig(data={"train": {"x": {"source": "a.jsonl"}}, **changes.pop("data", {})}, **changes)
     dataset = DatasetConfig(source="a.jsonl", **(dataset or {}))
-    reader = Reader("data.train.x", dataset, renderer, no_columns, given=True)
+    reader = Reader("data.train.x", dataset, renderer, no_columns, unrendered=True)
     prompt = reader.prompt(arrange("data.train.x", dataset, row), 0)
     return [sample.traces[0] for sample in PreferenceReader(config).group(reader, prompt, 0).samples]
 
@@ -241,9 +246,18 @@ def test_an_answer_without_a_score_is_left_out_and_answers_of_one_score_are_drop
         shown(row(5, 5, 5), Renderer(tiny.tokenizer()))
 
 
-@pytest.mark.parametrize("end", ["", "\n\nAssistant:"])
-def test_a_prompt_in_the_layout_of_hh_may_leave_out_whose_turn_it_is(end):
-    row = {"prompt": f"\n\nHuman: hi{end}", "chosen": " yes", "rejected": " no"}
+@pytest.mark.parametrize(
+    ("end", "chosen", "rejected"),
+    [
+        ("", " yes", "no"),
+        ("\n\nAssistant:", " yes", " no"),
+        ("", "\n\nAssistant: yes", "\n\nAssistant: no"),
+        ("\n\nAssistant:", [GOOD], BAD),
+        ("", GOOD, [BAD]),
+    ],
+)
+def test_a_prompt_in_the_layout_of_hh_may_leave_out_whose_turn_it_is(end, chosen, rejected):
+    row = {"prompt": f"\n\nHuman: hi{end}", "chosen": chosen, "rejected": rejected}
     assert shown(row, Renderer(chatty())) == ["u:hi<eos>a:[y][e][s][<eos>]", "u:hi<eos>a:[n][o][<eos>]"]
 
 
@@ -293,11 +307,18 @@ def test_calls_of_tools_and_their_results_stand_in_answers():
     assert rejected.tokens[: rejected.owners.index(Owner.POLICY)] == chosen.tokens[: chosen.owners.index(Owner.POLICY)]
 
 
+@pytest.mark.parametrize("content", [3, [{"type": "image", "url": "x"}], {"text": "yes"}])
+def test_contents_that_are_no_text_are_refused(content):
+    row = {"prompt": [USER], "chosen": [{**GOOD, "content": content}], "rejected": [BAD]}
+    with pytest.raises(BadRow, match=r"must have role and content .a text, or parts of type text."):
+        traces_of(row, Renderer(chatty()))
+
+
 def test_answers_that_are_no_single_sequence_are_refused():
     more, tokenizer = {"role": "user", "content": "why"}, chatty()
     row = {"prompt": [USER], "chosen": [{**GOOD, "content": "<think>\na\n</think>\n\nyes"}, more, GOOD], "rejected": [BAD]}
     tokenizer.chat_template = TEMPLATES["since"]
-    with pytest.raises(BadRow, match="shows earlier turns otherwise than they were written"):
+    with pytest.raises(BadRow, match="rewrites earlier turns"):
         traces_of(row, Renderer(tokenizer))
     with pytest.raises(BadRow, match="needs a chat template"):
         traces_of({**row, "prompt": "hi"}, Renderer(tiny.tokenizer()))
@@ -363,7 +384,9 @@ def test_every_row_is_trained_as_often_as_epochs_say_and_others_are_named(tmp_pa
 
 def test_data_without_a_usable_row_ends_the_run_with_the_reasons(tmp_path):
     rows = [{"prompt": "a", "chosen": "x", "rejected": "x"}, {"prompt": "b", "chosen": " ", "rejected": "x"}]
-    said = r"no row of the training data can be used: 2 equal, the first .*a.jsonl:1, because both answers are the same.*; 2 empty, "
+    said = (
+        r"no row of the training data can be used: 2 as 'equal' .first: .*a.jsonl:1: both answers are the same.*; 2 as 'empty' "
+    )
     with pytest.raises(DataError, match=said):
         drawn(tmp_path / "a.jsonl", rows, data={"shuffle": False})
 
@@ -412,7 +435,7 @@ def test_mismatched_answers_follow_the_prompt_of_their_neighbour():
         prompt = own.tokens[: own.owners.index(Owner.POLICY)]
         assert trace.tokens == prompt + other.tokens[other.owners.index(Owner.POLICY) :]
         assert trace.policy_tokens() == other.policy_tokens()
-    assert mismatched(groups[:1], 1000) == []
+    assert mismatched(groups[:1], 1000) == mismatched([groups[0], groups[0]], 1000) == []
     short = mismatched(groups, 4)
     assert all(len(g.samples[0].traces[0].tokens) <= 4 and g.samples[0].traces[0].policy_tokens() for g in short)
 
@@ -456,7 +479,7 @@ def test_precomputed_log_probs_come_back_in_any_order(tmp_path):
         ({"gamma": 1.0}, "gamma: 1 belongs to loss: simpo, but loss is dpo"),
         (
             {"loss": "simpo", "reference": "precomputed"},
-            "reference: precomputed is not compared with by loss: simpo; leave it out",
+            "loss: simpo uses no reference; leave out reference: precomputed",
         ),
         ({"reference": "lora"}, "needs roles.actor.lora"),
         ({"held_out": {"a": {"source": "x"}}, "eval": {"sets": {"a": {"source": "x"}}}}, "both have a set 'a'"),

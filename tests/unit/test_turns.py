@@ -44,7 +44,7 @@ def config_of(**changes):
 def sample_of(row, renderer, dataset=(), **changes):
     """The sample of one row, without its file."""
     own = DatasetConfig(source="rows.jsonl", **dict(dataset))
-    reader = Reader("rows", own, renderer, no_columns, given=True)
+    reader = Reader("rows", own, renderer, no_columns, unrendered=True)
     return (
         Demonstrations(config_of(**changes), renderer).group(reader, reader.prompt(arrange("rows", own, row), 0), 0).samples[0]
     )
@@ -129,7 +129,7 @@ def test_turns_are_chosen_by_role_by_mark_and_by_column():
     assert shown(row, renderer) == ["<user>a<eos><assistant>[b<eos>]"]
     system = shown(row, renderer, dataset={"system": "s"})
     assert system == ["<system>s<eos><user>a<eos><assistant>[b<eos>]"]
-    for wrong, said in (({"mine": [True]}, "each of 5 messages"), ({"mine": [0.5] * 5}, "a weight of 0 or 1")):
+    for wrong, said in (({"mine": [True]}, "each of 5 messages"), ({"mine": [0.5] * 5}, "must be true, false, 0 or 1")):
         with pytest.raises(BadRow, match=said):
             sample_of(row | wrong, renderer, train_column="mine")
 
@@ -190,7 +190,7 @@ def test_rows_that_cannot_be_rendered_are_bad_rows():
         ({"messages": [*talk[:1], {"role": "assistant", "tool_calls": [{"name": "x"}]}]}, chat_renderer(CALLS), "tool_calls with the"),
         ({"messages": talk, "tools": "x"}, chat_renderer(CALLS), "schemas of tools"),
         ({"prompt": "a"}, chat_renderer(KEEPS), "has no 'completion' to imitate"),
-        ({"messages": [talk[0], {**talk[1], "train": "yes"}]}, chat_renderer(KEEPS), "true or false"),
+        ({"messages": [talk[0], {**talk[1], "train": "yes"}]}, chat_renderer(KEEPS), "must be true, false, 0 or 1"),
         ({"messages": talk}, made_plain(), "has no chat template"),
     ):  # fmt: skip
         with pytest.raises(BadRow, match=said):

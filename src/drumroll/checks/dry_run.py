@@ -97,12 +97,12 @@ def _prompt(config: RunConfig, files: bool, required: RequiredColumns, missing: 
     if renderer is not None:
         yield from _template(config, renderer)
     show = find_pipeline(config.pipeline).show
-    panel = config.has_rollouts() or show is None  # given answers are shown below, with their prompts
+    shows_prompt = config.has_rollouts() or show is None  # given answers are shown below, with their prompts
     for number, (name, dataset) in enumerate(readable.items()):
         columns = training_columns(config, dataset, required)
         check = RowCheck(f"data.train.{name}", dataset, columns, config.environment_section())
         _, content, row, scene = check(_first_row(check.name, dataset, config.seed), 0)
-        if not number and panel:
+        if not number and shows_prompt:
             yield f"the first prompt of {check.name}" + (":" if renderer else ", without the model's chat template:")
             own = renderer and renderer.given(dataset.template, f"{check.name}.template")
             shown = _episode(own, scene, row) if scene else _text(own, content, dataset)

@@ -58,11 +58,11 @@ class DataConfig(Section):
     train: dict[str, DatasetConfig]
     """Datasets by name."""
     mixture: dict[str, float] | None = None
-    """Share of each dataset in every batch, by name, to within one prompt, also when groups are filtered. Default: with `epochs`, of datasets that all end, as many as each has rows; else equal shares of the draws."""
+    """Share of each dataset in every batch, by name, to within one prompt, also when groups are filtered. Default: equal shares of the draws; with `epochs` and only finite datasets, in proportion to their sizes."""
     shuffle: bool = True
     """Shuffle finite datasets anew in every epoch, by `seed`."""
     epochs: float | None = Field(None, gt=0)
-    """Stop after so many passes over every dataset; with a `mixture`, or beside a dataset without an end, over the largest that ends. Default: as many as `steps` takes."""
+    """Stop after so many passes over every dataset; with a `mixture`, or beside an endless dataset, over the largest finite one. Default: as many as `steps` takes."""
     template: dict[str, Any] = {}
     """Arguments of the chat template wherever the policy's prompts are rendered, for example {enable_thinking: true}; `--dry-run` names those that it has."""
     max_prompt_tokens: int = Field(1024, ge=1)

@@ -16,7 +16,7 @@ from drumroll.config.run import RunConfig
 from drumroll.config.section import Section
 from drumroll.config.sft import SFTConfig
 
-STUDENTS = ("reverse", "jsd", "skew_reverse")
+STUDENT_WEIGHTED = ("reverse", "jsd", "skew_reverse")
 """Divergences with a term that weighs tokens by the student's distribution."""
 
 
@@ -118,7 +118,7 @@ class DistillConfig(RunConfig):
     def _parts_fit(self) -> Self:
         if not self.roles.teacher.models():
             raise ValueError("pipeline: distill needs a model to learn from: name one under roles.teacher.model")
-        if self.on_policy < 1 and self.divergence.over == "sampled" and self.divergence.use in STUDENTS:
+        if self.on_policy < 1 and self.divergence.over == "sampled" and self.divergence.use in STUDENT_WEIGHTED:
             raise ValueError(
                 f"divergence.over: sampled estimates {self.divergence.use} on tokens that the student drew, and with on_policy: "
                 f"{self.on_policy:g} it trains on given answers too; set over: all or top_k, or use: forward"

@@ -27,7 +27,7 @@ class DivergenceConfig(Section):
     def _numbers_fit(self) -> Self:
         if self.use == "jsd" and self.beta in (0, 1):
             raise ValueError(
-                f"beta: {self.beta:g} compares with one side alone; set use: {'reverse' if self.beta else 'forward'}"
+                f"beta: {self.beta:g} is the limit where jsd becomes another: set use: {'reverse' if self.beta else 'forward'}"
             )
         if self.over != "top_k" and self.top_k != type(self).model_fields["top_k"].default:
             raise ValueError(f"top_k: {self.top_k} belongs to over: top_k, but over is {self.over}")
@@ -36,6 +36,8 @@ class DivergenceConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _by_name(cls, values: Any) -> Any:
+        if isinstance(values, DivergenceConfig) and not isinstance(values, cls):
+            return values.model_dump(exclude_unset=True)
         return {"use": values} if isinstance(values, str) else values
 
 

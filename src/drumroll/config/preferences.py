@@ -17,8 +17,13 @@ from drumroll.registry import Registry
 
 PREFERENCE_LOSSES: Registry[Callable[..., Any]] = Registry("loss")
 """Filled by `algorithms/preferences`. Traits: `reference=False` (compares with no reference), `pairs=False` (takes single rated answers)."""
-BUILT_IN = ("dpo", "ipo", "simpo", "kto")
-TAKEN = {"label_smoothing": ("dpo", "simpo"), "gamma": ("simpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",)}
+BUILT_IN_LOSSES = ("dpo", "ipo", "simpo", "kto")
+LOSSES_OF_KEY = {
+    "label_smoothing": ("dpo", "simpo"),
+    "gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
 """Keys that only some of the built-in losses read."""
 
 
@@ -109,12 +114,12 @@ class PreferenceConfig(PreferenceTerms, PreferenceRows):
 
     @model_validator(mode="after")
     def _loss_fits(self) -> Self:
-        for key, losses in TAKEN.items():
+        for key, losses in LOSSES_OF_KEY.items():
             value = getattr(self, key)
-            if value != type(self).model_fields[key].default and self.loss in BUILT_IN and self.loss not in losses:
+            if value != type(self).model_fields[key].default and self.loss in BUILT_IN_LOSSES and self.loss not in losses:
                 raise ValueError(f"{key}: {value:g} belongs to loss: {' or '.join(losses)}, but loss is {self.loss}")
         if self.loss == "simpo" and self.reference is not None:
-            raise ValueError(f"reference: {self.reference} is not compared with by loss: simpo; leave it out")
+            raise ValueError(f"loss: simpo uses no reference; leave out reference: {self.reference}")
         if self.reference == "lora" and (self.roles.actor.lora is None or self.roles.reference.model is not None):
             raise ValueError(
                 "reference: lora is the actor without its adapters, so it needs roles.actor.lora and no roles.reference.model"

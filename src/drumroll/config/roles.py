@@ -270,6 +270,8 @@ class RewardModelRole(Section):
     """Show text prompts as a user's chat turn, as the rows that it was trained on. Default: yes when its tokenizer has a chat template."""
     system: str | None = None
     """A system message put before every prompt, if it was trained with one."""
+    template: dict[str, Any] = {}
+    """Arguments of its chat template, as `data.template` of its training."""
     max_tokens: int = Field(1024, ge=1)
     """Longest prompt and completion together; of a longer one the end is kept."""
     batch_size: int = Field(16, ge=1)

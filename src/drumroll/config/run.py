@@ -243,7 +243,7 @@ class RunConfig(Section):
         teachers = self.roles.teacher.models() if role == "teacher" else []
         return next(iter(teachers), None) or getattr(self.roles, role).model or self.model
 
-    def writers(self) -> dict[str, str]:
+    def generating_models(self) -> dict[str, str]:
         """The models that must be language models, by the key that names them."""
         roles, judge = self.roles, self.roles.judge
         named = {"roles.actor.model": roles.actor.model, "model": None if roles.actor.model else self.model}

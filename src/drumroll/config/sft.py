@@ -11,10 +11,6 @@ from drumroll.config.data import DatasetConfig
 from drumroll.config.eval import HeldOutConfig
 from drumroll.config.rollout import RolloutConfig, default_length
 from drumroll.config.run import RunConfig
-from drumroll.errors import did_you_mean
-
-ROLES = ("assistant", "user", "system", "tool", "developer")
-"""Usual roles; a chat template may have others."""
 
 
 class SFTConfig(RunConfig):
@@ -39,9 +35,6 @@ class SFTConfig(RunConfig):
 
     @model_validator(mode="after")
     def _something_is_trained(self) -> Self:
-        for role in () if self.train_on == "all" else self.train_on:
-            if role not in ROLES and (other := did_you_mean(role, ROLES)):
-                raise ValueError(f"train_on: the role '{role}' is not known.{other}")
         if not self.train_on:
             raise ValueError("train_on is empty, so nothing would be trained; give roles, for example [assistant], or all")
         if self.train_on == "all" and self.train_column is not None:

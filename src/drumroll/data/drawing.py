@@ -40,7 +40,7 @@ class GivenRows(ABC):
         answers: bool = False,
     ) -> None:
         """`answers`: a run gives its answers, not pairs of them."""
-        self.source = PromptSource(data, seed, renderer, tolerant=True, given=True, answers=answers)
+        self.source = PromptSource(data, seed, renderer, tolerant=True, unrendered=True, answers=answers)
         self.size = batch
         self.dropped: Counter[str] = Counter()
         self._notice = notice
@@ -62,14 +62,14 @@ class GivenRows(ABC):
             if group is not None:
                 found.append(group)
             elif useless >= 1000:
-                raise DataError(f"1000 rows in a row cannot be used: {self._causes()}.")
+                raise DataError(f"1000 consecutive rows cannot be used; dropped so far: {self._causes()}.")
         if started and not self._sound:
             raise DataError(f"no row of the training data can be used: {self._causes()}.")
         return found
 
     def _causes(self) -> str:
         """Why rows were dropped, with the first row of each reason."""
-        return "; ".join(f"{self.dropped[reason]} {reason}, the first {text}" for reason, text in self._first.items())
+        return "; ".join(f"{self.dropped[reason]} as '{reason}' (first: {text})" for reason, text in self._first.items())
 
     def _draw(self, index: int) -> Group | None:
         prompt, reader = self.source.draw_with_reader()
@@ -89,7 +89,7 @@ class GivenRows(ABC):
     def _drop(self, reader: Reader, reason: str, text: str) -> None:
         """Count a row; name the first of a dataset."""
         self.dropped[reason] += 1
-        self._first.setdefault(reason, f"{where(reader)}, because {text}")
+        self._first.setdefault(reason, f"{where(reader)}: {text}")
         self.tell(reader, reason, f"is dropped, because {text}; data/dropped/{reason} counts them.")
 
     def tell(self, reader: Reader, reason: str, text: str) -> None:

@@ -30,7 +30,7 @@ def read_held_out(
 ) -> dict[str, HeldOut]:
     """The sets by name. A row that nothing can be measured on is dropped and told; a bad row, or a set without a usable one, is refused."""
     return {
-        name: _read(Reader(f"held_out.{name}", each, renderer, no_columns, given=True), make, reasons, answers=answers)
+        name: _read(Reader(f"held_out.{name}", each, renderer, no_columns, unrendered=True), make, reasons, answers=answers)
         for name, each in sets.items()
     }
 

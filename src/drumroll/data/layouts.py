@@ -18,7 +18,13 @@ from drumroll.errors import BadRow
 
 Layout = Callable[[Row], Row]
 MISSING = object()
-SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
 """Our roles by ShareGPT's, where they differ."""
 
 
@@ -96,7 +102,8 @@ def trl(row: Row) -> Row:
     """`prompt`, `messages` or `conversations`; `completion` as text or messages; the answer may be called `solution` or `ground_truth`."""
     found = dict(row)
     if row.get("messages") is None and (said := _conversations(row.get("conversations"))):
-        found["messages"] = said
+        first = [{"role": "system", "content": row["system"]}] if row.get("system") and said[0]["role"] != "system" else []
+        found["messages"] = [*first, *said]
     completion = row.get("completion")
     if isinstance(completion, Sequence) and not isinstance(completion, str) and len(completion) == 1:
         turn = completion[0]
@@ -109,12 +116,19 @@ def trl(row: Row) -> Row:
 
 
 def _conversations(turns: Any) -> list[Row]:
-    """ShareGPT's turns, with `from` and `value`, as messages; those that are messages already, as they are."""
+    """ShareGPT's turns, with `from` and `value`, as messages; messages as they are."""
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not all(isinstance(turn, Mapping) for turn in turns):
         return []
     if all({"from", "value"} <= turn.keys() for turn in turns):
-        return [{"role": SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+        return [_turn(turn) for turn in turns]
     return list(turns) if all("role" in turn for turn in turns) else []
+
+
+def _turn(turn: Mapping[str, Any]) -> Row:
+    call = _parsed(turn["value"]) if turn["from"] == "function_call" and isinstance(turn["value"], str) else None
+    if isinstance(call, Mapping) and {"name", "arguments"} <= call.keys():
+        return {"role": "assistant", "content": None, "tool_calls": [{"function": dict(call)}]}
+    return {"role": SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
 
 
 # --- datasets ---

@@ -48,7 +48,10 @@ def _best_and_worst(row: Row) -> Row:
     if len(ranked) < 2:
         return row
     (worst, rejected), (best, chosen) = ranked[0], ranked[-1]
-    found = {"chosen": chosen, "rejected": rejected if worst < best else chosen}  # equal answers are dropped
+    found = {
+        "chosen": chosen,
+        "rejected": rejected if worst < best else chosen,
+    }  # one score: equal answers, so that the row is dropped as `equal`
     return row | {"prompt": row["instruction"], **found, "score_chosen": best, "score_rejected": worst}
 
 

@@ -75,7 +75,7 @@ class PreferenceReader:
             if not turns[0].get("tool_calls") and not str(turns[0].get("content") or "").strip():
                 raise Dropped("empty")
             try:
-                tokens, pieces = self._talk(reader, prompt, content, turns)
+                tokens, pieces = self._tokens(reader, prompt, content, turns)
             except BadRow:
                 raise
             except DataError as error:
@@ -106,10 +106,13 @@ class PreferenceReader:
     def _turns(self, reader: Reader, prompt: Prompt, answer: Any) -> tuple[Content, list[Message]]:
         """The prompt, and the messages of an answer. In a chat, texts in the layout of HH are conversations."""
         content = prompt.content
-        if isinstance(content, str) and isinstance(answer, str) and _is_dialogue(reader, content):
+        if isinstance(content, str) and _is_dialogue(reader, content):
             said = dialogue(content)
-            before = said[:-1] if said[-1]["role"] == "assistant" else said
-            return tuple(before), dialogue(content + (ASSISTANT if before is said else "") + answer)[len(before) :]
+            begun = said[-1]["role"] == "assistant"
+            if isinstance(answer, str):
+                opening = "" if begun or answer.lstrip().startswith(ASSISTANT.strip()) else ASSISTANT
+                answer = dialogue(f"{content}{opening}{answer}")[len(said) - begun :]
+            content = tuple(said[:-1] if begun else said)
         given = isinstance(answer, (str, Mapping, Sequence))
         turns = conversation(answer, f"{reader.name}: messages of an answer") if given else []
         if not turns or turns[0]["role"] != "assistant":
@@ -118,21 +121,23 @@ class PreferenceReader:
             )
         return content, turns
 
-    def _talk(self, reader: Reader, prompt: Prompt, content: Content, turns: list[Message]) -> tuple[list[int], Pieces]:
+    def _tokens(self, reader: Reader, prompt: Prompt, content: Content, turns: list[Message]) -> tuple[list[int], Pieces]:
         """Tokens of the prompt, and of an answer: the assistant's turns, and what was said between them."""
         renderer, chat, system = reader.renderer, reader.config.chat, reader.config.system
         said = renderer.turns(content, chat, system)
         if said is None:
             if len(turns) > 1 or turns[0].get("tool_calls"):
-                raise BadRow(f"{reader.name}: an answer of several turns, or with calls of tools, needs a chat template.")
+                raise BadRow(
+                    f"{reader.name}: an answer of several turns, or with calls of tools, needs a chat template, and not chat: false."
+                )
             return list(renderer.prompt(content, chat=chat)), [(Owner.POLICY, renderer.turn(turns[0]["content"]))]
         chosen = [False] * len(said) + [turn["role"] == "assistant" for turn in turns]
         tools = tools_of(prompt.columns, f"{reader.name}: the column 'tools'")
         first, *more = Turns(renderer, [*said, *turns], tools).traces(chosen)
         if more:
             raise BadRow(
-                f"{reader.name}: the chat template of {renderer.name} shows earlier turns otherwise than they were written, so an answer of "
-                "several turns is no single sequence."
+                f"{reader.name}: the chat template of {renderer.name} rewrites earlier turns (for example removes their thoughts), so an "
+                "answer of several turns is not one sequence of tokens; use answers of one turn, or another template."
             )
         return first[0][1], first[1:]
 
@@ -167,8 +172,7 @@ def margin_of(row: Mapping[str, Any], kind: str, name: str) -> float:
 
 
 def _is_dialogue(reader: Reader, text: str) -> bool:
-    chat = reader.renderer.has_template if reader.config.chat is None else reader.config.chat
-    return (chat or reader.config.system is not None) and text.lstrip().startswith(HUMAN.strip())
+    return reader.is_chat() and text.lstrip().startswith(HUMAN.strip())
 
 
 def packed(groups: Sequence[Group], *, pairs: bool) -> Batch:
@@ -178,10 +182,10 @@ def packed(groups: Sequence[Group], *, pairs: bool) -> Batch:
 
 
 def mismatched(groups: Sequence[Group], limit: int) -> list[Group]:
-    """Every prompt with an answer of the row before it in the batch: what KTO estimates the KL on. None in a batch of one row."""
+    """Every prompt with an answer of the row before it in the batch, if its prompt is another: what KTO estimates the KL on."""
     found: list[Group] = []
     for own, other in zip(groups, [*groups[-1:], *groups[:-1]], strict=True):
-        for i, sample in enumerate(own.samples if own is not other else ()):
+        for i, sample in enumerate(own.samples if own.prompt.id != other.prompt.id else ()):
             prompt = _split(sample.traces[0])[0]
             answer = _split(other.samples[i % len(other.samples)].traces[0])[1]
             trace = joined(prompt[: limit - 1], answer, limit)

@@ -255,7 +255,8 @@ def _read_file(name: str, path: Path) -> Sequence[Row]:
     except ValueError as error:
         raise DataError(f"{name}: {path} could not be parsed: {str(error).rstrip('.')}.") from None
     if not path.exists():
-        raise DataError(f"{name}: cannot read {path}: {os.strerror(errno.ENOENT)}.")
+        hub = "" if path.suffix in SUFFIXES else "; a dataset of the Hugging Face hub is hf:owner/name"
+        raise DataError(f"{name}: cannot read {path}: {os.strerror(errno.ENOENT)}{hub}.")
     raise DataError(
         f"{name}: {path} is of no known kind; use .jsonl, .json, .csv, .parquet, a directory, hf:owner/name or module:function."
     )

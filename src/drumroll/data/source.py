@@ -1,14 +1,13 @@
 """Drawing prompts: an endless, seeded, resumable order over several datasets in fixed shares.
 
 The n-th draw depends only on the config and n. Shares hold to within one prompt after every draw, because each draw
-goes to the dataset that is furthest behind. Where `data.epochs` counts passes over datasets that end, and no mixture is
-given, shares are sizes, and every row is drawn as often as the epochs say.
+goes to the dataset that is furthest behind. With `data.epochs`, without a mixture, and if all datasets are finite, it goes
+to the one that has done the least of its epoch, so that every row is drawn as often as the epochs say.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import random
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,8 +81,10 @@ class RowCheck:
         if missing or content is None:
             column, who = missing[0]
             has = ", ".join(sorted(str(c) for c, value in row.items() if value is not None)) or "nothing"
-            turns = " or a turn of the assistant" if column == self.config.completion and isinstance(content, tuple) else ""
-            raise BadRow(f"{self.name}: row {number + 1} lacks the column '{column}'{turns}, which {who} needs; it has {has}.")
+            lacks = f"lacks the column '{column}'"
+            if column == self.config.completion and isinstance(content, tuple):
+                lacks = f"has neither a turn of the assistant nor the column '{column}'"
+            raise BadRow(f"{self.name}: row {number + 1} {lacks}, which {who} needs; it has {has}.")
         return domain, content, row, scene
 
     def _scene(self, row: Row) -> Scene | None:
@@ -126,7 +127,7 @@ class Reader:
     required: RequiredColumns
     environment: EnvironmentConfig = NONE
     stream: str = ""
-    given: bool = False
+    unrendered: bool = False
     """Leave the rendering to the caller, who renders prompts together with their answers."""
     at: int = 0
     """The number of the last row, from 0."""
@@ -141,7 +142,7 @@ class Reader:
         domain, content, row, scene = self.check(row, number)
         if scene is not None:
             return Prompt(Prompt.stable_id([domain, content, row]), domain, content, (), row, self.stream, scene)
-        if self.given:
+        if self.unrendered:
             return Prompt(Prompt.stable_id([domain, content]), domain, content, (), row, self.stream)
         tokens = self.renderer.prompt(content, chat=self.config.chat, system=self.config.system)
         if not tokens:
@@ -248,12 +249,12 @@ class PromptSource:
         environment: EnvironmentConfig = NONE,
         *,
         tolerant: bool = False,
-        given: bool = False,
+        unrendered: bool = False,
         answers: bool = False,
     ) -> None:
         """`tolerant` gives an unusable row as a prompt with a `defect` instead of raising, once its dataset has had a usable one.
 
-        `given` gives prompts without tokens, for a caller who renders them with their answers; with `answers` a run gives
+        `unrendered` gives prompts without tokens, for a caller who renders them with their answers; with `answers` a run gives
         its answers, not pairs of them.
         """
         self.config = config
@@ -261,22 +262,22 @@ class PromptSource:
         self.overlong = self.longest = 0  # prompts above `data.max_prompt_tokens`, and the tokens of the longest
         self._draws = 0
         mixture = config.mixture or dict.fromkeys(config.train, 1.0)
+        total = sum(mixture.values())
         self.shares = {name: share for name, share in config.mixture.items() if share} if config.mixture else {"": 1.0}
         self._streams = [
             _Stream(
-                Reader(f"data.train.{name}", dataset, renderer, required, environment, name if config.mixture else "", given),
+                Reader(
+                    f"data.train.{name}", dataset, renderer, required, environment, name if config.mixture else "", unrendered
+                ),
                 read(f"data.train.{name}", dataset, seed, answers=answers),
-                mixture[name],
+                mixture[name] / total,
                 f"{seed}/{name}" if config.shuffle else None,
             )
             for name, dataset in config.train.items()
             if mixture[name] > 0
         ]
         self._drawn = [0] * len(self._streams)
-        self._whole = config.epochs is not None and config.mixture is None and all(s.size() for s in self._streams)
-        total = sum(s.size() if self._whole else s.share for s in self._streams)
-        for stream in self._streams:
-            stream.share = (stream.size() if self._whole else stream.share) / total
+        self._by_size = config.epochs is not None and config.mixture is None and all(s.size() for s in self._streams)
 
     def draw(self) -> Prompt:
         """The next prompt. Over-long ones are dropped, cut or refused, by config."""
@@ -285,11 +286,7 @@ class PromptSource:
     def draw_with_reader(self) -> tuple[Prompt, Reader]:
         """The next prompt, and the reader that knows its dataset."""
         self._draws += 1
-        behind = [
-            -math.inf if self._is_done(s) else s.share * self._draws - n
-            for s, n in zip(self._streams, self._drawn, strict=True)
-        ]
-        chosen = behind.index(max(behind))
+        chosen = self._furthest_behind()
         self._drawn[chosen] += 1
         stream = self._streams[chosen]
         for _ in range(1000):
@@ -300,6 +297,14 @@ class PromptSource:
             f"{stream.reader.name}: 1000 prompts in a row are longer than data.max_prompt_tokens={self.config.max_prompt_tokens}, up to "
             f"{self.longest} tokens; raise it, or set data.overlong: truncate."
         )
+
+    def _furthest_behind(self) -> int:
+        """The number of the dataset to draw from."""
+        if self._by_size:
+            done = [stream.epochs() for stream in self._streams]
+            return done.index(min(done))
+        behind = [s.share * self._draws - n for s, n in zip(self._streams, self._drawn, strict=True)]
+        return behind.index(max(behind))
 
     def _read(self, stream: _Stream) -> Prompt:
         number = stream.taken
@@ -326,14 +331,10 @@ class PromptSource:
             return None
         return replace(prompt, tokens=prompt.tokens[-limit:])
 
-    def _is_done(self, stream: _Stream) -> bool:
-        """Whether all rows of a dataset were drawn as often as the epochs say."""
-        return self._whole and stream.epochs() >= (self.config.epochs or 0.0)
-
     def exhausted(self) -> bool:
         """Whether `data.epochs` passes are done, over every dataset or, in a mixture, over the largest finite one."""
-        if self._whole:
-            return all(self._is_done(stream) for stream in self._streams)
+        if self._by_size and self.config.epochs is not None:
+            return all(stream.epochs() >= self.config.epochs for stream in self._streams)
         largest = max(self._streams, key=_Stream.size)
         return self.config.epochs is not None and largest.size() > 0 and largest.epochs() >= self.config.epochs
 

@@ -83,9 +83,20 @@ def conversation(value: Any, what: str) -> list[Message]:
     listed = list(value) if isinstance(value, Sequence) else [value]
     if wrong := [message for message in listed if not _is_message(message)]:
         raise BadRow(
-            f"{what} must have role and content, or tool_calls with the function's name and arguments; got {wrong[0]!r:.80}."
+            f"{what} must have role and content (a text, or parts of type text), or tool_calls with the function's name and arguments; got {wrong[0]!r:.80}."
         )
-    return [dict(message) for message in listed]
+    return [{**message, "content": _text(message.get("content"))} for message in listed]
+
+
+def _text(content: Any) -> str | None:
+    """The text of a message, which may come in parts; anything else is passed on, to be refused."""
+    if isinstance(content, Sequence) and not isinstance(content, str) and all(map(_is_text_part, content)):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _is_message(message: Any) -> bool:
@@ -94,7 +105,8 @@ def _is_message(message: Any) -> bool:
     calls = message.get("tool_calls") or ()
     functions = [call.get("function") if isinstance(call, Mapping) else None for call in calls]
     sound = all(isinstance(f, Mapping) and {"name", "arguments"} <= f.keys() for f in functions)
-    return sound and (bool(functions) or message.get("content") is not None)
+    content = _text(message.get("content"))
+    return sound and (isinstance(content, str) or (content is None and bool(functions)))
 
 
 def tools_of(row: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
@@ -126,5 +138,5 @@ def _marked(messages: Sequence[Message], first: int, roles: Sequence[str], what:
 
 def _flag(value: Any, what: str) -> bool:
     if value not in (0, 1):
-        raise BadRow(f"{what} are chosen by true or false, or by a weight of 0 or 1, got {value!r:.40}.")
+        raise BadRow(f"{what}: the mark that says whether a message is trained must be true, false, 0 or 1, got {value!r:.40}.")
     return bool(value)

@@ -64,7 +64,7 @@ class Hints:
         self._steps, self._domains = self._steps + 1, self._domains | {s.prompt.domain for s in samples}
         if samples and self._steps == min(SOON, config.steps):
             self._give("domains", step, lambda: unseen_domain(config.named_domains(), self._steps, self._domains))
-        if self._steps == min(SOON, config.steps):
+        if self._steps == min(SOON, config.steps) and not config.has_rollouts():  # these draw ahead
             self._give("schedule", step, lambda: cut_schedule(config, step, metrics.get("data/epoch", 0.0)))
         self._give("long prompts", step, lambda: long_prompts(config, metrics))
         if config.has_rollouts():

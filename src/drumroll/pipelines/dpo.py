@@ -83,8 +83,12 @@ class Comparison:
     def _batches(self, groups: Sequence[Group]) -> Iterator[Batch]:
         """All that the reference is asked about."""
         yield packed(groups, pairs=self.pairs)
-        if not self.pairs and len(groups) > 1:  # the KL is estimated on these
-            yield pack(mismatched(groups, self.config.max_tokens))
+        if others := self._mismatched(groups):
+            yield pack(others)
+
+    def _mismatched(self, groups: Sequence[Group]) -> list[Group]:
+        """What the KL is estimated on, if the loss takes one."""
+        return [] if self.pairs or not self.config.takes_reference() else mismatched(groups, self.config.max_tokens)
 
     async def _infer_reference(self, batch: Batch) -> Batch:
         group = self.workers.reference or self.workers.actor  # before the first step their weights are the same
@@ -102,9 +106,9 @@ class Comparison:
     async def loss(self, groups: Sequence[Group]) -> PreferenceLoss:
         """The loss; on rated answers with the batch's KL, which is estimated with the policy before the update."""
         terms = self.config.terms()
-        if self.pairs or not self.config.takes_reference() or len(groups) < 2:
+        if not (others := self._mismatched(groups)):
             return PreferenceLoss(terms)
-        batch = await with_policy(self.workers, await self.compared(pack(mismatched(groups, self.config.max_tokens))))
+        batch = await with_policy(self.workers, await self.compared(pack(others)))
         return PreferenceLoss(terms, max(0.0, await self.workers.batch_builder.call(0, BatchBuilder.divergence, batch)))
 
     async def measure(self) -> Metrics:

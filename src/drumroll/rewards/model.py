@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from drumroll.config.roles import RewardModelRole
 from drumroll.data.render import Content, Renderer
-from drumroll.errors import ModelError
+from drumroll.errors import ConfigError, ModelError
 from drumroll.processes.memory import Peak, peak_gb
 from drumroll.rewards import REWARDS, Rate
 from drumroll.rewards.templates import spelled
@@ -68,7 +68,11 @@ class RewardModel:
     """
 
     def __init__(self, role: RewardModelRole, group: Workers, tokenizer: Any, *, alone: bool = False) -> None:
-        self.role, self.group, self.renderer = role, group, Renderer(tokenizer)
+        self.role, self.group = role, group
+        self.renderer = Renderer(tokenizer).given(role.template, "roles.reward_model.template")
+        if (role.system is not None or role.chat) and not self.renderer.has_template:
+            key = "system" if role.system is not None else "chat"
+            raise ConfigError(f"roles.reward_model.{key} needs a chat template, and the tokenizer of {role.model} has none.")
         self._most = 1 if alone else role.batch_size
         self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
         self._free = list(range(group.size))

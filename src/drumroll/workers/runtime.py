@@ -121,16 +121,16 @@ def check_roles(config: RunConfig) -> None:
         )
     if config.roles.actor.lora is not None and not traits.adapters:
         raise ConfigError(f"roles.actor.lora needs a backend that trains adapters, which roles.actor.backend: {name} does not.")
-    for key, model in config.writers().items():
+    for key, model in config.generating_models().items():
         if is_classifier(architectures(model)):
             raise ModelError(
-                f"{key}: {model} is a sequence classifier, which scores answers and writes none; name a language model. "
+                f"{key}: {model} is a sequence classifier (a reward model), which cannot generate text; name a language model. "
                 "A reward model can be roles.reward_model.model, roles.critic.model, or the model of pipeline: reward_model."
             )
     scorer = None if config.roles.reward_model is None else config.roles.reward_model.model
     if scorer is not None and any(name.endswith("ForCausalLM") for name in architectures(scorer)):
         raise ModelError(
-            f"roles.reward_model.model: {scorer} is a language model, which scores nothing; name a sequence classifier, or train "
+            f"roles.reward_model.model: {scorer} is a language model, which has no score head; name a sequence classifier, or train "
             "one by pipeline: reward_model."
         )
 
