@@ -265,6 +265,25 @@ def test_a_bad_row_met_later_is_its_own_samples_failure(small, mine):
     assert sum(s["fate"] == "trained" for s in run.samples) == 3 * 16
 
 
+FIRST = """
+def rows(split, seed, bad):
+    return [{"prompt": "9+1="}] * bad + [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(9)]
+"""
+
+
+def test_a_bad_first_row_of_a_list_is_one_of_its_rows_unless_all_are_bad(small, mine):
+    recipe = small(steps=1, eval={"sets": {}})
+    recipe["data"] = {"train": {"rows": {"source": f"{mine(FIRST)}:rows", "args": {"bad": 1}}}, "shuffle": False}
+    run = drumroll.train(recipe)
+    assert [s["fate"] for s in run.samples].count("trained") == 16
+    assert {s["failure"] for s in run.samples if s["fate"] == "failed"} == {
+        "BadRow in data: data.train.rows: row 1 lacks the column 'answer', which reward 'exact' needs; it has prompt."
+    }
+    recipe["data"]["train"]["rows"]["args"]["bad"] = 100
+    with pytest.raises(DataError, match="row 1 lacks the column 'answer'"):
+        drumroll.train({**recipe, "name": "bad"})
+
+
 def test_supervised_training_skips_a_bad_row_met_later(small, mine):
     recipe = small(pipeline="sft", batch=4, eval_max_tokens=64, steps=2)
     del recipe["rollout"], recipe["reward"], recipe["eval"]

@@ -399,13 +399,15 @@ def test_prompts_are_limited_as_in_every_pipeline(tmp_path):
     assert (found.total(), dropped) == (4, {})
 
 
-def test_a_bad_row_is_dropped_when_it_is_not_the_first(tmp_path):
+def test_a_bad_row_is_dropped_where_others_are_usable(tmp_path):
     good, bad = {"prompt": "a", "chosen": "x", "rejected": "y"}, {"prompt": "b", "chosen": 3, "rejected": "y"}
-    found, dropped, told = drawn(tmp_path / "a.jsonl", [good, bad], data={"shuffle": False})
-    assert (found, dropped) == ({"a": 2}, {"bad": 2})
-    assert "the assistant's is first" in told[0]
-    with pytest.raises(BadRow):
-        drawn(tmp_path / "a.jsonl", [bad, good], data={"shuffle": False})
+    for rows in ([good, bad], [bad, good]):
+        found, dropped, told = drawn(tmp_path / "a.jsonl", rows, data={"shuffle": False})
+        assert (found, dropped) == ({"a": 2}, {"bad": 2})
+        assert "the assistant's is first" in told[0]
+    for many in (2, 200):
+        with pytest.raises(BadRow, match=r"the assistant's is first, got 3. It is .*a.jsonl:1"):
+            drawn(tmp_path / "a.jsonl", [bad] * many, data={"shuffle": False})
 
 
 def test_a_held_out_set_says_what_it_lacks(tmp_path):

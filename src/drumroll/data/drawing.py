@@ -13,7 +13,7 @@ from typing import Any
 from drumroll.config.data import DataConfig
 from drumroll.data.render import Renderer
 from drumroll.data.rows import is_local, place
-from drumroll.data.source import PromptSource, Reader
+from drumroll.data.source import FIRST_ROWS, PromptSource, Reader
 from drumroll.data.turns import Pieces
 from drumroll.errors import BadRow, DataError
 from drumroll.sample import Group, Owner, Prompt, Trace
@@ -45,7 +45,8 @@ class GivenRows(ABC):
         self.dropped: Counter[str] = Counter()
         self._notice = notice
         self._told: set[tuple[str, str]] = set()
-        self._sound = False
+        self._sound = False  # whether a row was usable
+        self._refused: BadRow | None = None  # the first bad row, while none was usable
         self._first: dict[str, str] = {}  # place and cause of the first row dropped for each reason
 
     @abstractmethod
@@ -61,9 +62,13 @@ class GivenRows(ABC):
             useless = 0 if group else useless + 1
             if group is not None:
                 found.append(group)
+            elif self._refused and useless >= FIRST_ROWS:
+                raise self._refused
             elif useless >= 1000:
                 raise DataError(f"1000 consecutive rows cannot be used; dropped so far: {self._causes()}.")
         if started and not self._sound:
+            if self._refused and self.dropped.keys() == {"bad"}:
+                raise self._refused
             raise DataError(f"no row of the training data can be used: {self._causes()}.")
         return found
 
@@ -80,10 +85,10 @@ class GivenRows(ABC):
         except Dropped as dropped:
             return self._drop(reader, str(dropped), self.reasons[str(dropped)])
         except BadRow as error:
-            if not self._sound:
-                raise BadRow(f"{error} It is {where(reader)}.") from error
+            if not self._sound and self._refused is None:
+                self._refused = BadRow(f"{error} It is {where(reader)}.")
             return self._drop(reader, "bad", str(error).removeprefix(f"{reader.name}: ").rstrip("."))
-        self._sound = True
+        self._sound, self._refused = True, None
         return group
 
     def _drop(self, reader: Reader, reason: str, text: str) -> None:

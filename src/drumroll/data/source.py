@@ -24,6 +24,8 @@ from drumroll.data.split import Row
 from drumroll.errors import BadRow, ConfigError, DataError
 from drumroll.sample import Owner, Prompt, Scene
 
+FIRST_ROWS = 100
+"""If none of so many first rows of a dataset is usable, the recipe does not fit it."""
 MORE = "more"
 """Column with the rest of an episode to imitate: texts, observed and answered in turn."""
 
@@ -202,7 +204,7 @@ class _Stream:
     shuffle_seed: str | None
     taken: int = 0
     sound: bool = False
-    """Whether a row was usable before: a dataset whose first row is not is a mistake of the recipe."""
+    """Whether a row is known to be usable."""
     _order: array[int] = field(default_factory=lambda: array("q"))
     _epoch: int = -1
 
@@ -229,6 +231,20 @@ class _Stream:
         index = self._order[place]
         return self.rows[index], index
 
+    def is_sound(self) -> bool:
+        """Whether some row is usable: if none of the first rows is, the recipe is at fault and not a row."""
+        if not self.sound and isinstance(self.rows, Sequence):
+            self.sound = any(map(self._is_usable, range(min(FIRST_ROWS, len(self.rows)))))
+        return self.sound
+
+    def _is_usable(self, number: int) -> bool:
+        assert isinstance(self.rows, Sequence)
+        try:
+            self.reader.prompt(self.rows[number], number)
+        except (BadRow, ConfigError):
+            return False
+        return True
+
     def epochs(self) -> float:
         return self.taken / len(self.rows) if isinstance(self.rows, Sequence) else 0.0
 
@@ -252,7 +268,7 @@ class PromptSource:
         unrendered: bool = False,
         answers: bool = False,
     ) -> None:
-        """`tolerant` gives an unusable row as a prompt with a `defect` instead of raising, once its dataset has had a usable one.
+        """`tolerant` gives an unusable row as a prompt with a `defect` instead of raising, if its dataset has usable ones.
 
         `unrendered` gives prompts without tokens, for a caller who renders them with their answers; with `answers` a run gives
         its answers, not pairs of them.
@@ -312,7 +328,7 @@ class PromptSource:
             row, number = stream.next()
             prompt = stream.reader.prompt(row, number)
         except (BadRow, ConfigError) as error:  # a domain without a reward is a ConfigError
-            if not (self.tolerant and stream.sound):
+            if not (self.tolerant and stream.is_sound()):
                 raise
             return stream.reader.defective(number, error)
         stream.sound = True
