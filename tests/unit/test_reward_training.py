@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 from drumroll.algorithms.aggregations import unit_mean
 from drumroll.algorithms.losses import RewardLoss, Scores
 from drumroll.config.optim import OptimConfig
-from drumroll.config.roles import RewardModelRole
+from drumroll.config.roles import LoraConfig, RewardModelRole
 from drumroll.data.preferences import margin_of
 from drumroll.errors import BadRow, ModelError
 from drumroll.learners import Learner, Update
@@ -25,7 +25,7 @@ from drumroll.learners.heads import ScoreHead, Settings
 from drumroll.learners.ranks import ALONE
 from drumroll.models import tiny
 from drumroll.models.loading import load
-from drumroll.models.score import find_padding, score_model
+from drumroll.models.score import SCORE, find_padding, score_model
 from drumroll.pipelines.reward_model import scored
 from drumroll.rewards.model import Classifier
 from drumroll.runfiles.calibration import Calibration
@@ -39,9 +39,9 @@ def pairs(count=5, seed=0):
     return scored(groups)
 
 
-def open_learner(folder, **optim):
+def open_learner(folder, lora=None, dtype="float32", **optim):
     head, config = ScoreHead(folder), OptimConfig(**optim)
-    return Learner(find_backend("torch")(LearnerSpec(folder, head, ALONE, config)), config, head)
+    return Learner(find_backend("torch")(LearnerSpec(folder, head, ALONE, config, dtype, lora=lora)), config, head)
 
 
 def rows_of(batch):
@@ -70,6 +70,29 @@ def test_scores_are_those_of_the_exported_classifier(family, tmp_path):
     assert torch.allclose(torch.tensor(asked), found, atol=1e-5)
     again = open_learner(str(tmp_path / "out"))
     assert torch.allclose(again.infer(batch)[batch.mask], found, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_trained_with_the_score_head(tmp_path, dtype):
+    """The rest stays as it was; merged and alone, the exports score as the learner does, alone by peft's own loader."""
+    from peft import AutoPeftModelForSequenceClassification
+
+    batch, source = pairs(), Matrix(tmp_path).model("Llama")
+    learner = open_learner(source, LoraConfig(rank=4), dtype, lr=1e-2, micro_tokens=30)
+    before = {name: p.detach().clone() for name, p in learner.backend.model.module.named_parameters()}
+    for _ in range(3):
+        learner.update(Update(batch, RewardLoss(), unit_mean))
+    after = dict(learner.backend.model.module.named_parameters())
+    moved = {name for name, p in after.items() if not torch.equal(p, before[name])}
+    assert moved == {name for name in after if "lora_" in name or name == SCORE}
+    (tmp_path / "out").mkdir()
+    learner.export(tmp_path / "out")
+    near, found = 1e-5 if dtype == "float32" else 0.05, learner.infer(batch)[batch.mask]
+    assert torch.allclose(plain(tmp_path / "out", batch).float(), found, atol=near)
+    alone = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "out/adapter", num_labels=1).eval()
+    with torch.no_grad():
+        theirs = torch.cat([alone(torch.tensor([row])).logits[:, 0] for row in rows_of(batch)])
+    assert torch.allclose(theirs.float(), found, atol=near)
 
 
 def test_a_new_head_is_drawn_by_the_seed(tmp_path):
@@ -160,7 +183,7 @@ def test_calibration_by_hand():
 
 def with_reward(rank, function, *job):
     """Ranks are forked early, so each gets the role when it works."""
-    ROLES["reward"] = ScoreHead("none"), None
+    ROLES["reward"], ROLES["reward LoRA"] = (ScoreHead("none"), None), (ScoreHead("none"), LoraConfig(rank=4, alpha=8))
     return function(rank, *job)
 
 
@@ -184,9 +207,9 @@ def matrix(tmp_path_factory):
     made.close()
 
 
-@pytest.mark.parametrize("layout", ["shard 2", "tensor 2"])
-def test_ranks_train_a_reward_model_as_one_process(matrix, layout):
-    found = matrix.compare(layout, "Llama", "reward", "float64")
+@pytest.mark.parametrize(("layout", "role"), [("shard 2", "reward"), ("shard 2", "reward LoRA"), ("tensor 2", "reward")])
+def test_ranks_train_a_reward_model_as_one_process(matrix, layout, role):
+    found = matrix.compare(layout, "Llama", role, "float64")
     assert found.within(LIMITS["float64"]), found
 
 
@@ -194,6 +217,13 @@ def test_ranks_train_a_reward_model_as_one_process(matrix, layout):
 @pytest.mark.parametrize(("layout", "options"), EVERYWHERE)
 def test_every_backend_and_layout_trains_a_reward_model(matrix, layout, options):
     found = matrix.compare(layout, "Qwen3", "reward", "float32", **options)
+    assert found.within(LIMITS["float32"]), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
+def test_deepspeed_trains_adapters_of_a_reward_model(matrix, zero):
+    found = matrix.compare("shard 2", "Qwen3", "reward LoRA", "float32", backend="deepspeed", zero=zero)
     assert found.within(LIMITS["float32"]), found
 
 

@@ -27,8 +27,6 @@ class RewardModelConfig(PreferenceRows):
     def _generates_nothing(self) -> Self:
         if self.eval.sets:
             raise ValueError("eval.sets: a reward model generates no answers; name held-out pairs under held_out")
-        if self.roles.actor.lora is not None:
-            raise ValueError("roles.actor.lora: a reward model trains all weights for now; leave lora out")
         return self
 
     @override

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drumroll.models.blocks import local_tensor
 from drumroll.models.file_names import as_in_files
 from drumroll.models.loading import LoadedModel, name_padding
-from drumroll.models.lora import BASE, base_weights, has_adapters, merge
+from drumroll.models.lora import BASE, base_weights, has_adapters, is_adapter, merge
 
 SHARD_BYTES = 4 * 10**9
 """The size of a file at most, unless a single tensor is larger."""
@@ -29,6 +30,8 @@ DTYPES = {
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"},
 }
 """What safetensors calls the types."""
+IN_PEFT = "base_model.model."
+"""Stands before names in the files of adapters."""
 LAYER = re.compile(r".*?\.\d+\.")
 Named = tuple[str, Tensor]
 
@@ -77,9 +80,9 @@ def export_model(
 
 
 def _merged(module: Any, adapters: Mapping[str, Tensor], whole: Callable[[str, Tensor], Tensor]) -> Iterator[Named]:
-    """The weights under the adapters, with the adapters added, under the names that the model has without them."""
+    """The weights under the adapters, with the adapters added, and those trained beside them, under the names without adapters."""
     for name, parameter, path in base_weights(module):
-        weight = whole(name, local_tensor(parameter))
+        weight = adapters[name] if name in adapters else whole(name, local_tensor(parameter))
         yield name.replace(BASE, "."), merge(module.get_submodule(path), path, weight, adapters) if path else weight
 
 
@@ -96,10 +99,13 @@ def _save_adapters(model: LoadedModel, weights: Iterable[Named], folder: Path | 
 
 
 def save_adapter(model: LoadedModel, folder: Path, adapters: Mapping[str, Tensor]) -> None:
-    """Write adapters alone, with the tokenizer and its chat template."""
+    """Write adapters, and layers that are trained beside them, with the tokenizer and its chat template, as peft reads them."""
     name_padding(model)
     model.module.save_pretrained(folder, state_dict=dict(adapters))
     model.tokenizer.save_pretrained(folder)
+    if beside := {f"{IN_PEFT}{name}": tensor for name, tensor in adapters.items() if not is_adapter(name)}:
+        file = folder / "adapter_model.safetensors"
+        save_file(load_file(file) | beside, file, metadata={"format": "pt"})
 
 
 def _buffers(module: Any) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -75,6 +76,14 @@ def peft_config(config: LoraConfig) -> dict[str, Any]:
 def has_adapters(module: Any) -> bool:
     """Whether adapters were put on it."""
     return bool(getattr(module, "_hf_peft_config_loaded", False))
+
+
+def share_adapters(source: Any, target: Any, beside: str) -> None:
+    """Register the adapters of `source` with a module around the same body, which trains the layer `beside` whole."""
+    configs = {name: copy.copy(config) for name, config in source.peft_config.items()}
+    for config in configs.values():
+        config.task_type, config.modules_to_save = "SEQ_CLS", [beside]
+    target.peft_config, target._hf_peft_config_loaded = configs, True
 
 
 def adapter_parameters(module: Any) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from drumroll.errors import ModelError
 from drumroll.models.blocks import BlocksInFiles, parameters_on_meta
 from drumroll.models.loading import LoadedModel, downloaded
+from drumroll.models.lora import has_adapters, share_adapters
 from drumroll.models.shape import is_classifier
 
 SCORE = "score.weight"
@@ -50,6 +51,8 @@ def score_model(model: LoadedModel, name: str) -> LoadedModel:
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
     module = _classifier(config, body, name)
     module.score = nn.Linear(module.score.in_features, 1, bias=False, device=_first(body).device, dtype=_first(body).dtype)
+    if has_adapters(model.module):  # they are in the body
+        share_adapters(model.module, module, "score")
     if not module.score.weight.is_meta:  # else whoever gives it memory reads its block
         found = saved_score(name, module.score.weight) if trained else first_score(module, tuple(module.score.weight.shape))
         with torch.no_grad():

@@ -13,12 +13,9 @@ from drumroll.runfiles.format import read_format
 from drumroll.runfiles.reader import RunReader
 
 CARD = "README.md"
-USE_SCORES = (
+SCORED = (
     "\n## Use\n\nThe score of an answer is the only output for a prompt with the answer and its end token; higher is better, and the",
-    "probability that one answer is preferred to another is the sigmoid of the difference.\n\n```python",
-    "from transformers import AutoModelForSequenceClassification, AutoTokenizer\n",
-    'model = AutoModelForSequenceClassification.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```',
-    "\nA drumroll recipe uses it by `roles: {reward_model: {model: DIRECTORY}}` and `reward: reward_model`.",
+    "probability that one answer is preferred to another is the sigmoid of the difference.",
 )
 
 
@@ -47,14 +44,25 @@ def _lines(run: RunReader, step: int, adapter: bool) -> Iterator[str]:
     yield "\n| | |\n|---|---|"
     yield from (f"| {label} | {_cell(value)} |" for label, value in _facts(settings).items() if value)
     yield from _scores(run, step)
-    if scores:
-        yield from USE_SCORES
-        return
-    yield "\n## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
-    needs = "  # with the package peft, and the base model at its place" if adapter else ""
-    yield f'model = AutoModelForCausalLM.from_pretrained("."){needs}\ntokenizer = AutoTokenizer.from_pretrained(".")\n```'
-    if not adapter:
+    yield from SCORED if scores else ("\n## Use",)
+    yield from _loading(scores, adapter)
+    if scores and not adapter:
+        yield "\nA drumroll recipe uses it by `roles: {reward_model: {model: DIRECTORY}}` and `reward: reward_model`."
+    elif not adapter:
         yield "\n`drumroll serve .` opens an OpenAI-compatible endpoint; `drumroll eval . recipe.yaml` measures it."
+
+
+def _loading(scores: bool, adapter: bool) -> Iterator[str]:
+    """The lines of Python that load the model."""
+    auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+    arguments, needs = '"."', "  # with the package peft, and the base model at its place" if adapter else ""
+    yield "\n```python"
+    if scores and adapter:
+        auto, arguments = "AutoPeftModelForSequenceClassification", '".", num_labels=1'
+        yield f"from peft import {auto}\nfrom transformers import AutoTokenizer\n"
+    else:
+        yield f"from transformers import {auto}, AutoTokenizer\n"
+    yield f'model = {auto}.from_pretrained({arguments}){needs}\ntokenizer = AutoTokenizer.from_pretrained(".")\n```'
 
 
 def _which(run: RunReader, step: int) -> str:
