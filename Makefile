@@ -24,7 +24,7 @@ test-busy: system $(VENV)/installed-dev ## the same beside four busy loops; take
 	$(BIN)/python tools/suite.py --busy 4
 
 test-slow: system $(VENV)/installed-slow ## install vLLM and Ray's job tool, then run the long tests
-	$(BIN)/python -m pytest -m "slow and not peers"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not peers" --numprocesses 2 --dist loadgroup --durations 20
 
 test-peers: peers ## install the libraries that we compare ourselves with, then compare (make test compares with recordings of them)
 	$(BIN)/python -m pytest -m peers

@@ -38,9 +38,12 @@ RAY = ("test_big_cluster", "test_jobs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # clusters of Ray one after the other, also where tests run beside each other
+    """Clusters of Ray come one after the other, also where tests run beside each other; so do the slow tests of a file."""
+    for item in items:
         if item.path.stem in RAY or "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ray"))
+        elif item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 SMALL: dict[str, Any] = {

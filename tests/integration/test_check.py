@@ -81,12 +81,14 @@ def cluster():
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_a_real_cluster_tells_its_nodes_and_resources(cluster):
     address = cluster(RAY_AUTH_MODE="disabled")
     assert ask_ray(address, seconds=60) == Ray(address, 1, {"CPU": 1.0, "GPU": 2.0})
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_a_real_cluster_that_asks_for_a_token(cluster, monkeypatch):
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     address = cluster(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="made-up-for-this-test-only-000000")
