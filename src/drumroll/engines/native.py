@@ -41,7 +41,7 @@ from drumroll.models.lora import adapter_parameters
 from drumroll.models.packing import PackedLinears, quicken_norms
 from drumroll.processes.accelerator import empty_cache, send
 from drumroll.processes.memory import spare_gb
-from drumroll.processes.threads import CORES, LINGER
+from drumroll.processes.threads import CORES, LINGER, ComputingThread
 from drumroll.sample import StopReason, Version
 from drumroll.weights import Named, fill
 
@@ -180,7 +180,7 @@ class NativeEngine:
         if self._thread is not None:
             self._wake.notify()
             return
-        self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
+        self._thread = ComputingThread(self._run, "native-engine")
         self._thread.start()
 
     def _rouse_if_needed(self) -> None:

@@ -9,8 +9,11 @@ Processes without torch, such as those of rewards, use this file too: it imports
 from __future__ import annotations
 
 import asyncio
+import atexit
+import ctypes
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,9 +21,13 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 T = TypeVar("T")
 LINGER = 0.02
 """Seconds that an idle thread waits for more work before it ends."""
+PATIENCE = 10.0
+"""Seconds that the end of the process waits for computing threads."""
 
 
 class Cores:
@@ -97,6 +104,40 @@ class Cores:
 CORES = Cores()
 
 
+class _Leaving(BaseException):
+    """Raised in computing threads when the process ends."""
+
+
+_leaving = threading.Event()
+
+
+class ComputingThread(threading.Thread):
+    """A daemon thread that computes. When the process ends, it ends between two operations."""
+
+    def __init__(self, target: Callable[[], None], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+
+    @override
+    def run(self) -> None:
+        try:
+            super().run()
+        except BaseException:
+            if not _leaving.is_set():
+                raise
+
+
+@atexit.register
+def _leave() -> None:
+    """End the computing threads. A thread that comes out of C++ code when the interpreter is gone aborts the process."""
+    _leaving.set()
+    running = [thread for thread in threading.enumerate() if isinstance(thread, ComputingThread)]
+    until = time.monotonic() + PATIENCE
+    for thread in running:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Leaving))
+    for thread in running:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
 class SerialExecutor:
     """Runs functions one after the other on a thread that ends when no work is left."""
 
@@ -115,15 +156,15 @@ class SerialExecutor:
                 self._some.notify()
             else:
                 self._running = True
-                threading.Thread(target=self._run, name=self.name, daemon=True).start()
+                ComputingThread(self._run, self.name).start()
         return future
 
     def _next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
         with self._some:
             if not self._jobs:
                 self._some.wait(LINGER)
-            self._running = bool(self._jobs)
-            return self._jobs.popleft() if self._jobs else None
+            self._running = bool(self._jobs) and not _leaving.is_set()
+            return self._jobs.popleft() if self._running else None
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -151,5 +192,5 @@ async def beside(function: Callable[[], T]) -> T:
         except BaseException as error:  # the caller sees the error
             future.set_exception(error)
 
-    threading.Thread(target=run, name="beside", daemon=True).start()
+    ComputingThread(run, "beside").start()
     return await asyncio.wrap_future(future)
