@@ -37,6 +37,7 @@ RAY = ("test_big_cluster", "test_jobs")
 """Files that start a Ray of their own; other tests with Ray use `ray_cluster`."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Clusters of Ray come one after the other, also where tests run beside each other; so do the slow tests of a file."""
     for item in items:
