@@ -47,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("loadgroup", False):  # in a worker of xdist
+        grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
+        assert all("@" in item.nodeid for item in grouped), "this pytest-xdist does not group tests with this pytest"
+
+
 SMALL: dict[str, Any] = {
     "name": "small",
     "model": "tiny",
