@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from drumroll.batch import Batch, pack
 from drumroll.config.sft import SFTConfig
-from drumroll.data.drawing import Dropped, GivenRows, fitted, joined, where
+from drumroll.data.drawing import Dropped, GivenRows, fitted, joined, rendering, where
 from drumroll.data.held_out import read_held_out
 from drumroll.data.render import Renderer
 from drumroll.data.runs import recorded_traces
@@ -87,17 +87,13 @@ class Demonstrations(GivenRows):
             if self.config.train_on == ALL:  # a text alone
                 return [[(Owner.POLICY, renderer.ended(list(renderer.prompt(prompt.content, chat=False))))]]
             raise BadRow(f"{reader.name}: a row has no '{config.completion}' to imitate; it has {', '.join(sorted(row))}.")
-        try:
+        with rendering(reader):
             if row.get(MORE) is not None or not (reader.is_chat() or isinstance(prompt.content, tuple)):
                 tokens = list(renderer.prompt(prompt.content, chat=config.chat, system=config.system))
                 if not tokens:
                     raise BadRow(f"{reader.name}: a row has an empty prompt.")
                 return [[(Owner.PROMPT, tokens), *reader.answers(prompt)]]
             return self._turns(reader, prompt, () if completion is None else completion)
-        except BadRow:
-            raise
-        except DataError as error:
-            raise BadRow(f"{reader.name}: {error}") from error
 
     def _turns(self, reader: Reader, prompt: Prompt, completion: Any) -> list[Pieces]:
         """A conversation with its chosen turns."""

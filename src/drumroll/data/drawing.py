@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from drumroll.config.data import DataConfig
@@ -121,6 +122,17 @@ class GivenRows(ABC):
         self.source.restore(state)
         self.dropped = Counter(state.get("dropped", {}))
         self._sound = True
+
+
+@contextmanager
+def rendering(reader: Reader) -> Generator[None]:
+    """Blame the row for what a chat template cannot show."""
+    try:
+        yield
+    except BadRow:
+        raise
+    except DataError as error:
+        raise BadRow(f"{reader.name}: {error}") from error
 
 
 def where(reader: Reader) -> str:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from drumroll.batch import Batch, pack
 from drumroll.config.preferences import PreferenceRows
-from drumroll.data.drawing import Dropped, GivenRows, fitted, joined
+from drumroll.data.drawing import Dropped, GivenRows, fitted, joined, rendering
 from drumroll.data.held_out import HeldOut, read_held_out
 from drumroll.data.preference_layouts import ASSISTANT, HUMAN, dialogue
 from drumroll.data.render import Content, Renderer
@@ -74,12 +74,8 @@ class PreferenceReader:
             content, turns = self._turns(reader, prompt, answer)
             if not turns[0].get("tool_calls") and not str(turns[0].get("content") or "").strip():
                 raise Dropped("empty")
-            try:
+            with rendering(reader):
                 tokens, pieces = self._tokens(reader, prompt, content, turns)
-            except BadRow:
-                raise
-            except DataError as error:
-                raise BadRow(f"{reader.name}: {error}") from error
             if not tokens:
                 raise BadRow(f"{reader.name}: a row has an empty prompt.")
             yield tokens, pieces
