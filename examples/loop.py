@@ -92,7 +92,10 @@ async def train(config: RLConfig, report: Callable[[int, Metrics], None]) -> Non
         count, temperature = config.rollout.prompts, config.rollout.temperature
 
         for step in range(1, config.steps + 1):
-            prompts = [((step - 1) * count + i, source.draw()) for i in range(count)]
+            drawn = [source.draw() for _ in range(count)]
+            prompts = [(number, prompt) for number, prompt in enumerate(drawn, (step - 1) * count) if prompt is not None]
+            if not prompts:  # data.epochs are over
+                break
             groups = await rollout(config, workers, scorer, prompts)
 
             async with workers.training():  # devices shared with generation belong to training

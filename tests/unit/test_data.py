@@ -174,6 +174,36 @@ def test_overlong_prompts(tmp_path):
         source(tmp_path, rows[:1], max_prompt_tokens=10).draw()
 
 
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=3), st.integers(1, 2), st.integers(0, 20))
+def test_overlong_prompts_do_not_bring_rows_of_the_next_epoch(fits, epochs, stop):
+    """Every row that fits is drawn once an epoch, also where over-long ones end it and through a resume."""
+    with TemporaryDirectory() as folder:
+        for number, rows in enumerate(fits):
+            texts = [f"{number}{row}" + ("" if fit else "x" * 20) for row, fit in enumerate(rows)]
+            Path(folder, f"{number}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        train = {str(number): DatasetConfig(source=f"{folder}/{number}.jsonl") for number in range(len(fits))}
+
+        def opened():
+            return PromptSource(DataConfig(train=train, max_prompt_tokens=10, epochs=epochs), 0, RENDERER)
+
+        made, drawn = opened(), Counter()
+        if not any(map(any, fits)):
+            with pytest.raises(
+                DataError, match=r"all \d+ prompts of data.train are longer than data.max_prompt_tokens=10, up to 23"
+            ):
+                made.draw()
+            return
+        for _ in range(40):  # more than there are
+            if (prompt := made.draw()) is None:
+                break
+            drawn[prompt.content] += 1
+            if drawn.total() == stop:
+                state, made = json.loads(json.dumps(made.state())), opened()
+                made.restore(state)
+    assert drawn == {f"{number}{row}": epochs for number, rows in enumerate(fits) for row, fit in enumerate(rows) if fit}
+    assert made.draw() is None
+
+
 def test_missing_columns_are_named(tmp_path):
     made = source(tmp_path, [{"prompt": "a", "result": 1}], required=lambda domain: [("answer", "reward 'exact'")])
     with pytest.raises(DataError, match="row 1 lacks the column 'answer', which reward 'exact' needs; it has prompt, result"):

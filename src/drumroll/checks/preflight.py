@@ -142,9 +142,9 @@ def _rows(source: PromptSource) -> dict[str, list[Prompt]]:
     """Draw a few rows of every domain, in training's order."""
     found: dict[str, list[Prompt]] = {}
     for _ in range(ROWS * 4 * max(1, len(source.config.train))):
-        if source.exhausted():
-            break
         prompt = source.draw()
+        if prompt is None:
+            break
         rows = found.setdefault(prompt.domain, [])
         if len(rows) < ROWS:
             rows.append(prompt)

@@ -78,7 +78,9 @@ class GivenRows(ABC):
         return "; ".join(f"{self.dropped[reason]} as '{reason}' (first: {text})" for reason, text in self._first.items())
 
     def _draw(self, index: int) -> Group | None:
-        prompt, reader = self.source.draw_with_reader()
+        drawn = self.source.draw_with_reader()
+        assert drawn is not None, "the epochs are over"
+        prompt, reader = drawn
         try:
             if prompt.defect:
                 raise BadRow(prompt.defect)

@@ -295,23 +295,33 @@ class PromptSource:
         self._drawn = [0] * len(self._streams)
         self._by_size = config.epochs is not None and config.mixture is None and all(s.size() for s in self._streams)
 
-    def draw(self) -> Prompt:
-        """The next prompt. Over-long ones are dropped, cut or refused, by config."""
-        return self.draw_with_reader()[0]
+    def draw(self) -> Prompt | None:
+        """The next prompt; None when the epochs are over. Over-long ones are dropped, cut or refused, by config."""
+        drawn = self.draw_with_reader()
+        return None if drawn is None else drawn[0]
 
-    def draw_with_reader(self) -> tuple[Prompt, Reader]:
-        """The next prompt, and the reader that knows its dataset."""
-        self._draws += 1
-        chosen = self._furthest_behind()
-        self._drawn[chosen] += 1
-        stream = self._streams[chosen]
+    def draw_with_reader(self) -> tuple[Prompt, Reader] | None:
+        """The next prompt, and the reader that knows its dataset; None when the epochs are over."""
         for _ in range(1000):
+            if self.exhausted():
+                break
+            chosen = self._furthest_behind()
+            stream = self._streams[chosen]
             prompt = self._fit(self._read(stream), stream.reader.name)
             if prompt is not None:
+                self._draws += 1
+                self._drawn[chosen] += 1
                 return prompt, stream.reader
-        raise DataError(
-            f"{stream.reader.name}: 1000 prompts in a row are longer than data.max_prompt_tokens={self.config.max_prompt_tokens}, up to "
-            f"{self.longest} tokens; raise it, or set data.overlong: truncate."
+        else:
+            raise DataError(f"{stream.reader.name}: 1000 prompts in a row {self._too_long()}")
+        if self.overlong and self.overlong == sum(each.taken for each in self._streams):
+            raise DataError(f"all {self.overlong:,} prompts of data.train {self._too_long()}")
+        return None
+
+    def _too_long(self) -> str:
+        return (
+            f"are longer than data.max_prompt_tokens={self.config.max_prompt_tokens}, up to {self.longest} tokens; raise it, or set "
+            "data.overlong: truncate."
         )
 
     def _furthest_behind(self) -> int:
@@ -319,7 +329,7 @@ class PromptSource:
         if self._by_size:
             done = [stream.epochs() for stream in self._streams]
             return done.index(min(done))
-        behind = [s.share * self._draws - n for s, n in zip(self._streams, self._drawn, strict=True)]
+        behind = [s.share * (self._draws + 1) - n for s, n in zip(self._streams, self._drawn, strict=True)]
         return behind.index(max(behind))
 
     def _read(self, stream: _Stream) -> Prompt:

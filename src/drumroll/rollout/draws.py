@@ -20,7 +20,7 @@ class Source(Protocol):
 
     @property
     def shares(self) -> Mapping[str, float]: ...
-    def draw(self) -> Prompt: ...
+    def draw(self) -> Prompt | None: ...
     def exhausted(self) -> bool: ...
     def metrics(self) -> dict[str, float]: ...
     def state(self) -> dict[str, Any]: ...
@@ -54,9 +54,11 @@ class Draws:
         waiting = [heap for stream in streams if (heap := self._waiting.get(stream))]
         if waiting:
             return heapq.heappop(min(waiting, key=lambda heap: heap[0][0]))[1]
-        while not self.source.exhausted():
+        while True:
             draw, before = self._next_draw, self.source.state()
             prompt = self.source.draw()
+            if prompt is None:
+                return None
             self._next_draw += 1
             if draw in self._settled_before:
                 self._settled_before.discard(draw)
@@ -67,7 +69,6 @@ class Draws:
             if prompt.stream in streams:
                 return drawn
             self.start_later(drawn)
-        return None
 
     def start_later(self, drawn: DrawnPrompt) -> None:
         """Let a draw wait; `next` returns it before it draws a new prompt of the stream."""
