@@ -246,18 +246,20 @@ def survives_a_kill(killer: Any, kill: Any, untimed: Any) -> Callable[[dict[str,
 def ray_cluster() -> Iterator[Any]:
     """One Ray of two machines, each with 8 cores and 2 made-up GPUs, for all tests: starting it takes longer than most of them."""
     from ray.cluster_utils import Cluster
+    from warm_ray import warm_workers
 
     from drumroll.workers.ray_group import NICENESS
 
     os.environ.setdefault(NICENESS, "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # eight processes that no worker of ours would use
-    machine = {"num_cpus": 8, "num_gpus": 2, "object_store_memory": 2**28}
-    made = Cluster(True, head_node_args=machine | {"include_dashboard": False})
-    try:
-        made.add_node(**machine)
-        yield made
-    finally:
-        made.shutdown()
+    with warm_workers() as warm:
+        machine = {"num_cpus": 8, "num_gpus": 2, "object_store_memory": 2**28} | warm
+        made = Cluster(True, head_node_args=machine | {"include_dashboard": False})
+        try:
+            made.add_node(**machine)
+            yield made
+        finally:
+            made.shutdown()
 
 
 @pytest.fixture
