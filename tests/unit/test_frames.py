@@ -1,5 +1,6 @@
 """Samples and metrics as frames, plots, and how a run shows itself."""
 
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
@@ -141,3 +142,9 @@ def test_the_public_names_have_docstrings():
         assert len(getattr(drumroll, name).__doc__) > 20, name
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         drumroll.trian  # noqa: B018
+
+
+def test_public_functions_are_not_hidden_by_packages_of_the_same_name():
+    """A first call imports `drumroll.rollout.*`."""
+    code = "import drumroll; a = drumroll.rollout; import drumroll.rollout.scheduler; assert drumroll.rollout is a is drumroll.api.rollout"
+    subprocess.run([sys.executable, "-c", code], check=True)
