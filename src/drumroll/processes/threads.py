@@ -26,7 +26,7 @@ from typing_extensions import override
 T = TypeVar("T")
 LINGER = 0.02
 """Seconds that an idle thread waits for more work before it ends."""
-PATIENCE = 10.0
+PATIENCE = 1.0
 """Seconds that the end of the process waits for computing threads."""
 
 
