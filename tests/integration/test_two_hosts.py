@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -142,18 +143,18 @@ class TwoHosts:
 
 
 @pytest.fixture
-def hosts(tmp_path_factory, request):
+def hosts(request):
     """Two hosts with Ray on each; the parameter says what their names resolve to."""
-    folder = tmp_path_factory.mktemp("hosts")
-    try:
-        made = TwoHosts(folder, NAMES[getattr(request, "param", "debian")])
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', None) or error}")
-    try:
-        made.start_ray()
-        yield made
-    finally:
-        made.close()
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # its path is short, as those of Ray's sockets must be
+        try:
+            made = TwoHosts(Path(folder), NAMES[getattr(request, "param", "debian")])
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', None) or error}")
+        try:
+            made.start_ray()
+            yield made
+        finally:
+            made.close()
 
 
 def metrics(path):
