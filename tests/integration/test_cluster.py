@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -137,11 +138,12 @@ def test_vllm_generates_and_agrees(small, roles):
 @pytest.mark.parametrize("victim", ["core", "process"])
 def test_a_vllm_engine_is_replaced_and_leaves_nothing_behind(small, killer, victim):
     """Its core dies in a living process, or the process that owns the core."""
-    cores = []
+    seen, cores = {}, []
 
     async def strike(workers):
         pid = await workers.rollout.call(0, LearnerWorker.pid)
-        cores.extend(child for child in descendants(pid) if "EngineCore" in Path(f"/proc/{child}/cmdline").read_text())
+        seen.update({child: Path(f"/proc/{child}/cmdline").read_text() for child in descendants(pid)})
+        cores.extend(child for child, command in seen.items() if "EngineCore" in command)
         for one in [pid] if victim == "process" else cores:
             os.kill(one, signal.SIGKILL)
 
@@ -151,7 +153,7 @@ def test_a_vllm_engine_is_replaced_and_leaves_nothing_behind(small, killer, vict
     assert run.summary["steps"] == 4
     assert len(listener.heard) == 1
     assert listener.heard[0].startswith("rollout rank 0 is gone: " + ("vLLM" if victim == "core" else "its process"))
-    assert cores
+    assert cores, seen
     assert not [core for core in cores if runs(core)]
     assert all(m["train/mismatch"] < 1e-4 for m in run.metrics[1:])
 
@@ -164,8 +166,15 @@ def runs(pid):
 
 
 def descendants(pid):
-    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    return children + [below for child in children for below in descendants(child)]
+    """By their parents: /proc/PID/task/TID/children may leave some out while others end."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
 
 
 @pytest.mark.slow
