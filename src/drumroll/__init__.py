@@ -56,5 +56,9 @@ class _Package(ModuleType):
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by name, as cloudpickle does with plain modules: functions of users mention this one."""
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package

@@ -1,9 +1,11 @@
 """Samples and metrics as frames, plots, and how a run shows itself."""
 
+import pickle
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
+import cloudpickle
 import pytest
 
 import drumroll
@@ -148,3 +150,8 @@ def test_public_functions_are_not_hidden_by_packages_of_the_same_name():
     """A first call imports `drumroll.rollout.*`."""
     code = "import drumroll; a = drumroll.rollout; import drumroll.rollout.scheduler; assert drumroll.rollout is a is drumroll.api.rollout"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_package_travels_by_name():
+    for pickler in (pickle, cloudpickle):
+        assert pickle.loads(pickler.dumps(drumroll)) is drumroll
