@@ -142,7 +142,9 @@ def test_a_vllm_engine_is_replaced_and_leaves_nothing_behind(small, killer, vict
 
     async def strike(workers):
         pid = await workers.rollout.call(0, LearnerWorker.pid)
-        seen.update({child: Path(f"/proc/{child}/cmdline").read_text() for child in descendants(pid)})
+        for child in descendants(pid):
+            with suppress(OSError):  # it has ended
+                seen[child] = Path(f"/proc/{child}/cmdline").read_text()
         cores.extend(child for child, command in seen.items() if "EngineCore" in command)
         for one in [pid] if victim == "process" else cores:
             os.kill(one, signal.SIGKILL)

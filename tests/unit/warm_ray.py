@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -55,7 +56,7 @@ def warm_workers() -> Iterator[dict[str, Any]]:
 
 
 def serve() -> None:
-    """Fork a worker for everyone who asks, until nobody holds the other end of stdin."""
+    """Fork a worker for everyone who asks, until the process that started this one closes its stdin or ends."""
     for name in PRELOADED:
         importlib.import_module(name)
     assert "ray" not in sys.modules
@@ -64,7 +65,7 @@ def serve() -> None:
         door.bind(os.environ[DOOR])
         door.listen(64)
         print("warm", flush=True)
-        while True:
+        while sys.stdin not in select.select([door, sys.stdin], [], [])[0]:
             asked, _ = door.accept()
             if os.fork() == 0:
                 door.close()
